@@ -90,6 +90,7 @@ def test_readers_do_not_annotate(folder: Path) -> None:
         assert annotate(client, 1, {"flag": True}).status_code == 403
 
 
+@pytest.mark.guarantee("server/rows")
 @pytest.mark.slow
 def test_facts_survive_a_kill(folder: Path) -> None:
     with serving(folder) as (child, told), httpx.Client(base_url=told["listening"], timeout=60) as client:

@@ -40,6 +40,11 @@ def largest_of(answer: httpx.Response) -> int:
     return int(found[1])
 
 
+@pytest.mark.guarantee(
+    "access/limits",
+    "An answer has at most `max_answer` bytes; heads, bodies and answers have deadlines, and idle "
+    "connections block nobody.",
+)
 @pytest.mark.slow
 def test_a_million_rows_of_100_kilobytes_are_refused_at_once(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "run.exp", capacity=100) as rb:
@@ -73,6 +78,7 @@ def client(tmp_path: Path) -> Iterator[httpx.Client]:
         yield client
 
 
+@pytest.mark.guarantee("access/limits")
 def test_the_largest_batch_size_of_the_error_fits(client: httpx.Client) -> None:
     for asked in ({}, {"sampler": {"kind": "slices", "slice_len": 1}}, {"where": "x[1] = 0", "seed": 1}):
         for path in ("sample", "sample/stream"):
@@ -109,6 +115,7 @@ def test_a_refused_draw_does_not_count(client: httpx.Client) -> None:
     assert sorted(found) == list(range(1, 501))
 
 
+@pytest.mark.guarantee("access/limits")
 def test_rows_without_a_fixed_size_are_counted_by_their_offsets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,6 +157,7 @@ def test_results_and_episodes_are_bounded(client: httpx.Client) -> None:
     assert client.get(f"{RUN}/episodes", headers=ACCEPT_ARROW).status_code == 200
 
 
+@pytest.mark.guarantee("access/limits")
 @pytest.mark.slow
 def test_sql_cannot_make_an_answer_of_any_size(tmp_path: Path) -> None:
     """Values that are small in Arrow: booleans, members with long names, texts of an ENUM."""

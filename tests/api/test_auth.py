@@ -69,6 +69,7 @@ def error_of(answer: httpx.Response) -> dict[str, str]:
 # -- tokens --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("access/tokens")
 def test_no_route_answers_without_its_token(guarded: Serving) -> None:
     bodies = set()
     with httpx.Client(base_url=guarded.url) as client:
@@ -95,6 +96,7 @@ def test_no_route_answers_without_its_token(guarded: Serving) -> None:
     assert b"expstore.connect(url, token=TOKEN)" in body
 
 
+@pytest.mark.guarantee("access/read-token", "The read token changes nothing.")
 def test_the_read_token_only_reads(guarded: Serving) -> None:
     writing = set()
     headers = {"Authorization": f"bearer {READ_TOKEN.decode()}"}
@@ -166,6 +168,11 @@ def test_the_routes_are_those_of_the_document(tmp_path: Path, read_only: bool) -
             assert found.is_parsed == (content == {"application/json"})
 
 
+@pytest.mark.guarantee(
+    "access/tokens",
+    "Without a token a server answers this machine only; with one, only `/healthz`, `/readyz` and the "
+    "page's files are answered without it.",
+)
 def test_without_a_token_others_are_not_answered(tmp_path: Path) -> None:
     """Whatever serves the application: an address that others reach needs a token."""
     for server, status in (("127.0.0.1", 200), ("::1", 200), ("10.1.2.3", 403), ("2001:db8::1", 403)):
@@ -195,6 +202,7 @@ def test_settings_whose_tokens_protect_nothing_are_refused(tmp_path: Path) -> No
 # -- hosts and pages -----------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("access/sites")
 def test_only_its_own_names_are_answered(opened: Serving) -> None:
     port = opened.port
     good = ("localhost", "LOCALHOST:1", "127.0.0.1", f"127.0.0.1:{port}", "[::1]:80", "Trainer.example:8420")
@@ -227,6 +235,7 @@ def test_only_its_own_names_are_answered(opened: Serving) -> None:
                     assert error_of(answer)["kind"] == "host"
 
 
+@pytest.mark.guarantee("access/sites", "Pages of other web sites can change nothing and see nothing.")
 def test_pages_of_other_sites_change_nothing_and_see_nothing(opened: Serving) -> None:
     here = f"127.0.0.1:{opened.port}"
     cases: list[tuple[dict[str, str], bool]] = [
@@ -430,6 +439,7 @@ def test_figures_of_stores_that_cannot_be_read_are_left_out(
     app.state.stores.close()
 
 
+@pytest.mark.guarantee("access/tokens")
 def test_readiness_needs_no_token_and_tells_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Probes of orchestrators have no token."""
     folder, store = tmp_path / "runs", tmp_path / "secret.exp"
@@ -506,6 +516,7 @@ def test_every_error_has_a_status() -> None:
     assert {kind: status_of(kind("text")) for kind in refused} == refused
 
 
+@pytest.mark.guarantee("access/folder")
 def test_internal_errors_reveal_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     server = Serving(Settings(path=tmp_path))
 

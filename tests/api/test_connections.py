@@ -81,6 +81,7 @@ def error_in(answer: bytes) -> tuple[int, dict[str, str]]:
 # -- heads ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("access/limits")
 @pytest.mark.parametrize(
     ("first", "more"),
     [(b"", b""), (b"G", b""), (b"GET /healthz HTTP/1.1\r\nHost: local", b""), (GET[:-2], b"a"),
@@ -147,6 +148,7 @@ def test_invalid_http_gets_an_error_of_the_usual_form(server: Serving) -> None:
 # -- bodies --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("access/limits")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "dribbling"),
@@ -164,6 +166,7 @@ def test_a_body_has_its_deadline(server: Serving, path: bytes, dribbling: bool) 
     assert (BODY if dribbling else BODY / 10) * 0.9 < seconds
 
 
+@pytest.mark.guarantee("access/bodies")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "chunked"),
@@ -210,6 +213,7 @@ def test_the_rest_of_a_refused_body_is_read_for_a_while(server: Serving) -> None
         assert seconds > 1
 
 
+@pytest.mark.guarantee("access/bodies")
 def test_half_a_body_stores_nothing(server: Serving) -> None:
     body = json.dumps({"x": list(range(100))}).encode()
     lacking = POST + b"Content-Length: %d\r\n\r\n" % (len(body) + 1) + body
@@ -234,6 +238,7 @@ def wait_for(server: Serving, there: Callable[[], Any]) -> None:
 # -- answers -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("access/limits")
 @pytest.mark.slow
 @pytest.mark.parametrize("asked", [
     (b"sample", b'{"batch_size": 100000}', 4), (b"sample/stream", b'{"batch_size": 1000}', 1)
@@ -273,6 +278,7 @@ def test_an_answer_that_is_taken_slowly_comes_whole(server: Serving) -> None:
 # -- crowds --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("access/limits")
 def test_idle_connections_block_no_others(server: Serving) -> None:
     crowd = [connect(server) for _ in range(500)]
     try:

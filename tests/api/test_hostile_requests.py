@@ -101,6 +101,10 @@ def send_damaged(tmp_path: Path, times: int, seed: int) -> Counter[int]:
     return statuses
 
 
+@pytest.mark.guarantee(
+    "access/bodies",
+    "A damaged, truncated or too long body is refused, and nothing of it is stored.",
+)
 @pytest.mark.slow
 def test_damaged_bodies_store_nothing(tmp_path: Path) -> None:
     statuses = send_damaged(tmp_path, 500, seed=1)
@@ -155,6 +159,10 @@ def status_of(server: Serving, head: bytes, body: bytes = b"") -> int:
     return int(answer.split()[1])
 
 
+@pytest.mark.guarantee(
+    "access/folder",
+    "No name reaches outside the served folder, and no error tells where it is.",
+)
 @pytest.mark.slow
 def test_names_lead_nowhere(tmp_path: Path) -> None:
     assert len(NAMES) > 60

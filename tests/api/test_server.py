@@ -76,6 +76,10 @@ def test_the_first_request_changes_no_filters_of_warnings(
             assert client.get("/v1/stores").status_code == 200
 
 
+@pytest.mark.guarantee(
+    "server/end",
+    "SIGTERM and SIGINT end the server in time, whatever clients do, and close its stores.",
+)
 @pytest.mark.slow
 def test_a_folder_is_served_until_a_signal_comes(tmp_path: Path) -> None:
     build_store(tmp_path / "old.exp", numbered_rows(10, key="x"))
@@ -166,6 +170,7 @@ def test_a_store_that_is_served_at_all_addresses_or_by_a_name_is_backed_up(
         assert len(rb) == 10
 
 
+@pytest.mark.guarantee("access/tokens")
 def test_unservable_settings_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert refusal(capsys, tmp_path / "none") == (2, {
         "kind": "not_found", "message": f"{tmp_path}/none is neither a store nor a folder of stores",
@@ -207,6 +212,7 @@ def test_a_store_with_a_writer_is_followed_or_refused(
             assert client.post("/v1/stores/run/extend", json={"x": [1]}).status_code in (404, 405)
 
 
+@pytest.mark.guarantee("server/end")
 @pytest.mark.slow
 def test_a_client_that_holds_a_half_body_does_not_keep_it(tmp_path: Path) -> None:
     build_store(tmp_path / "run.exp", numbered_rows(10, key="x"))
@@ -263,6 +269,11 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
             assert child.wait(PATIENCE) == -signal.SIGTERM
 
 
+@pytest.mark.guarantee(
+    "server/rows",
+    "Writes and facts that a server acknowledged survive `kill -9`, and exist once; so do those of "
+    "shards, also on Ray.",
+)
 @pytest.mark.slow
 def test_acknowledged_rows_survive_a_kill(tmp_path: Path) -> None:
     with serving(tmp_path) as (child, facts), httpx.Client(base_url=facts["listening"]) as client:

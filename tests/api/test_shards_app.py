@@ -122,6 +122,7 @@ def test_an_unknown_shard(client: httpx.Client, name: str) -> None:
     assert client.get(f"/v1/stores/{name}/summary").status_code == 404
 
 
+@pytest.mark.guarantee("access/sites")
 def test_other_hosts_and_sites_are_refused(client: httpx.Client) -> None:
     """The rules of a server hold: the page's server is reachable for all programs of this machine."""
     assert client.get("/v1/stores", headers={"Host": "evil.example"}).status_code == 400

@@ -97,6 +97,11 @@ def test_conditions_that_may_be_said(text: str) -> None:
     assert check_condition(text) == text
 
 
+@pytest.mark.guarantee(
+    "access/where",
+    "A client's `where` is a small part of SQL without functions, and costs time and memory in proportion"
+    " to the rows.",
+)
 @pytest.mark.parametrize("text", REFUSED)
 def test_parts_that_conditions_may_not_have_are_named(text: str) -> None:
     with pytest.raises(Refusal) as refused:
@@ -124,6 +129,7 @@ def memory_of(process: int) -> int:
     return int(status.partition("VmHWM:")[2].split()[0]) << 10
 
 
+@pytest.mark.guarantee("access/where")
 @pytest.mark.slow
 def test_bombs_are_refused_at_once(tmp_path: Path) -> None:
     store_of_vectors(tmp_path / "run.exp")
@@ -145,6 +151,7 @@ def test_bombs_are_refused_at_once(tmp_path: Path) -> None:
         assert client.post("/v1/stores/run/sample", json=asked).status_code == 200
 
 
+@pytest.mark.guarantee("access/where")
 def test_a_condition_that_takes_too_long_is_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

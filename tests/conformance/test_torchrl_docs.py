@@ -152,6 +152,7 @@ def normalize(printed: str) -> str:
     return re.sub(r"\[ ?#(?:, *#)*\]", "[#]", text)
 
 
+@pytest.mark.guarantee("torchrl/programs")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", DOCS)
 def test_examples_run_and_print_the_same(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

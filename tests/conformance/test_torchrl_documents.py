@@ -116,6 +116,7 @@ def create_maze(random: np.random.Generator) -> None:
         )
 
 
+@pytest.mark.guarantee("torchrl/programs")
 def test_a_data_set_is_gone_through() -> None:
     dataset = AtariDQNExperienceReplay("Pong/5", batch_size=128)
     for data in dataset:

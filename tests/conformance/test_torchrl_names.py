@@ -87,6 +87,11 @@ TABLE = table()
 OFFERED = sorted(name for name, (status, _) in TABLE.items() if status != "not offered")
 
 
+@pytest.mark.guarantee(
+    "torchrl/names",
+    "Every name of `torchrl.data.replay_buffers` is offered with its arguments, or "
+    "[docs/torchrl.md](docs/torchrl.md) says why it is not.",
+)
 def test_every_name_is_in_the_table() -> None:
     assert set(TABLE) == set(NAMES)
     assert {status for status, _ in TABLE.values()} == set(STATUSES)
@@ -167,6 +172,7 @@ def positional(parameters: Iterable[inspect.Parameter], less: Iterable[str] = ()
     return [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD and one.name not in less]
 
 
+@pytest.mark.guarantee("torchrl/names")
 @pytest.mark.parametrize("name", OFFERED)
 def test_constructors_take_torchrls_arguments(name: str) -> None:
     own, other = getattr(expstore, name), their(name)
@@ -243,6 +249,7 @@ def test_every_void_keyword_is_tried() -> None:
     assert torchrl_keywords.VOID.keys() - tried == set(torchrl_keywords.PRIORITIZED)
 
 
+@pytest.mark.guarantee("torchrl/keywords", "No keyword is accepted and ignored.")
 @pytest.mark.parametrize("name", THROUGH_TORCHRL)
 def test_ignored_keywords_are_refused_except_for_defaults(name: str) -> None:
     needed = NEEDED.get(name, {})

@@ -94,6 +94,11 @@ class Program:
         return [(act, plain(self.act(act)), len(self.rb), len(self.rb.storage)) for act in acts]
 
 
+@pytest.mark.guarantee(
+    "torchrl/programs",
+    "Random programs, TorchRL's documents and the examples of its docstrings give the same results with "
+    "changed imports.",
+)
 @pytest.mark.some(2)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("storage", ["LazyTensorStorage", "LazyMemmapStorage"])

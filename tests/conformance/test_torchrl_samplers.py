@@ -255,6 +255,7 @@ SAMPLERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.guarantee("torchrl/keywords")
 @pytest.mark.parametrize("kind", SAMPLERS)
 def test_torchrls_fault_generator_ignored(kind: str) -> None:
     """There PrioritizedSampler draws by NumPy's global generator, StalenessAwareSampler by torch's."""

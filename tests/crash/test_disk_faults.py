@@ -365,6 +365,11 @@ def test_an_index_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     assert seen["went on"]
 
 
+@pytest.mark.guarantee(
+    "disk/errors",
+    "Whichever file operation fails, the error is one of expstore's, and no row of a call that returned "
+    "is lost.",
+)
 @pytest.mark.torture
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("spec", "name"), CASES)
@@ -375,6 +380,7 @@ def test_every_act(spec: Spec, name: str, tmp_path: Path, count_cases: Callable[
     assert bool(seen) == (name != "short")
 
 
+@pytest.mark.guarantee("disk/errors")
 @pytest.mark.torture
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", FAULTS)

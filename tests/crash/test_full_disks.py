@@ -123,6 +123,7 @@ def in_small_disk(tmp_path: Path, *programs: list[str], size: str = "4m") -> sub
     return subprocess.run(command, capture_output=True, text=True, timeout=90)
 
 
+@pytest.mark.guarantee("disk/full")
 @pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize(
@@ -206,6 +207,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.guarantee("disk/full")
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["process", "sync"])
 def test_a_close_that_failed_on_a_full_disk_releases_the_lock(tmp_path: Path, mode: str) -> None:
@@ -256,6 +258,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.guarantee("damage/verify")
 @pytest.mark.slow
 def test_a_hole_in_a_segment_of_a_full_disk_is_a_finding(tmp_path: Path) -> None:
     """Reading it through a map would be SIGBUS: `verify` and an opening use pread."""
@@ -287,6 +290,7 @@ def _no_keeper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "Keeper", NoKeeper)
 
 
+@pytest.mark.guarantee("disk/full")
 def test_an_extend_that_would_leave_too_little_is_refused(store_path: Path, make_batch: MakeBatch) -> None:
     disk = Small()
     rb = open_zarr(store_path, None, disk=disk, seed=1, min_free_bytes=800_000)

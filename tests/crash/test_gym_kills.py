@@ -152,6 +152,7 @@ def check(path: Path, mode: AutoresetMode | None, calls: int) -> None:
     assert verify(path) == []
 
 
+@pytest.mark.guarantee("kill/recorder")
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [2, pytest.param(17, marks=pytest.mark.torture)])
 @pytest.mark.parametrize("is_nested", [False, True])

@@ -79,6 +79,36 @@ def _failures(report: dict[str, Any]) -> str:
     return "\n".join(report["failures"])
 
 
+@pytest.mark.guarantee(
+    "kill/rows",
+    "`kill -9` at any moment loses no row of an `extend`, `add` or `rb[i] = row` that returned, and no "
+    "fact or setting that was written.",
+)
+@pytest.mark.guarantee(
+    "kill/whole",
+    "A call in progress is done completely or not at all: no row is torn, and no episode is half deleted.",
+)
+@pytest.mark.guarantee(
+    "kill/best",
+    "In a store that keeps the best rows, a row replaces a worse row completely or not at all.",
+)
+@pytest.mark.guarantee(
+    "kill/fields",
+    "A field is added or dropped once `columns.add` or `columns.drop` returned, and the files of other "
+    "fields do not change.",
+)
+@pytest.mark.guarantee(
+    "version/whole",
+    "After a kill or a power cut a version is complete or does not exist, and it is durable when `dumps` "
+    "returns; one with a tag is never removed.",
+)
+@pytest.mark.guarantee(
+    "version/loads",
+    "`loads` is done completely or not at all, and afterwards no id refers to another row.",
+)
+@pytest.mark.guarantee("kill/keys")
+@pytest.mark.guarantee("kill/sessions")
+@pytest.mark.guarantee("draw/count")
 @pytest.mark.slow
 def test_kill_before_every_act(slow_reports: Reports) -> None:
     """Gaps between file operations: opening, extends, `[]=`, flush, journal rotation, close, dumps, loads.
@@ -96,6 +126,9 @@ def test_kill_before_every_act(slow_reports: Reports) -> None:
     assert {"open", "extend", "change", "empty", "flush", "closing"} <= report["inside"].keys()
 
 
+@pytest.mark.guarantee("kill/rows")
+@pytest.mark.guarantee("kill/best")
+@pytest.mark.guarantee("rows/variable")
 def test_kill_at_random(reports: Reports) -> None:
     """Timed kills and kills at operations, several lives per store, with the background thread."""
     report = reports["random"]
@@ -104,6 +137,26 @@ def test_kill_at_random(reports: Reports) -> None:
     assert report["inside"]["extend"] * 3 >= report["kills"], report["inside"]
 
 
+@pytest.mark.guarantee(
+    "power/state",
+    "The store is as it was at some moment at or after the last sync: rows, episodes, facts, and the "
+    "number of drawn batches.",
+)
+@pytest.mark.guarantee(
+    "power/durable",
+    "`flush`, `rb[i] = row`, `empty`, `columns.add`, `columns.drop` and an `extend` longer than the spare"
+    " slots are durable when they return.",
+)
+@pytest.mark.guarantee(
+    "power/sync-mode",
+    'With `durability="sync"`, every `extend`, `add` and change of an episode is durable when it returns,'
+    " and no reader sees a row before.",
+)
+@pytest.mark.guarantee("power/keys", "An idempotency key is known exactly if its rows exist.")
+@pytest.mark.guarantee("kill/fields")
+@pytest.mark.guarantee("kill/readers")
+@pytest.mark.guarantee("version/whole")
+@pytest.mark.guarantee("version/loads")
 def test_power_cut(reports: Reports) -> None:
     """The store has a state that is not older than its last sync.
 
@@ -115,6 +168,7 @@ def test_power_cut(reports: Reports) -> None:
     assert report["kills"] >= 300
 
 
+@pytest.mark.guarantee("power/state")
 def test_power_cut_while_recovering(reports: Reports) -> None:
     """The power is cut again while a store recovers from a power cut."""
     report = reports["power"]
@@ -122,11 +176,17 @@ def test_power_cut_while_recovering(reports: Reports) -> None:
     assert report["inside"]["recovery"] * 5 >= report["kills"]
 
 
+@pytest.mark.guarantee("power/tests")
 def test_power_cut_costs_rows(reports: Reports) -> None:
     """The simulated disk loses acknowledged rows that were not synced; otherwise it would prove nothing."""
     assert reports["power"]["lost"] * 6 >= reports["power"]["kills"]
 
 
+@pytest.mark.guarantee(
+    "power/tests",
+    "If one rule of the crash protocol is broken in the code, the tests find it, and the simulated power "
+    "cuts do lose unsynced rows.",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", _KILLS_FIND)
 def test_kills_find(slow_reports: Reports, fault: str) -> None:
@@ -145,6 +205,7 @@ def test_kills_find(slow_reports: Reports, fault: str) -> None:
     assert slow_reports[fault]["failures"]
 
 
+@pytest.mark.guarantee("power/tests")
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", _CUTS_FIND)
 def test_power_cuts_find(slow_reports: Reports, fault: str) -> None:

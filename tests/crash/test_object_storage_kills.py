@@ -64,6 +64,11 @@ def _kill_everywhere(
     raise AssertionError("the call does not end")
 
 
+@pytest.mark.guarantee(
+    "version/pushes",
+    "After a kill at any request of `push`, `pull` or `prune`, an object storage has whole versions only,"
+    " and a repeated push sends nothing twice.",
+)
 @pytest.mark.slow
 def test_a_killed_push_leaves_whole_versions_and_its_repetition_ends_it(backup: Path) -> None:
     def prepare() -> WatchedStorage:
@@ -85,6 +90,7 @@ def test_a_killed_push_leaves_whole_versions_and_its_repetition_ends_it(backup: 
         assert [version.number for version in check_whole(storage)] == [1, 2]
 
 
+@pytest.mark.guarantee("version/pushes")
 def test_a_killed_prune_leaves_whole_versions_and_the_next_ends_it(backup: Path) -> None:
     def prepare() -> WatchedStorage:
         storage = WatchedStorage()
@@ -116,6 +122,7 @@ def test_what_a_killed_push_has_sent_is_pruned_later(backup: Path) -> None:
     assert _names(storage) == whole
 
 
+@pytest.mark.guarantee("version/pushes")
 @pytest.mark.slow
 def test_a_killed_pull_leaves_no_store(backup: Path, tmp_path: Path) -> None:
     storage = WatchedStorage()
@@ -135,6 +142,7 @@ def test_a_killed_pull_leaves_no_store(backup: Path, tmp_path: Path) -> None:
         assert len(rb) == 60
 
 
+@pytest.mark.guarantee("version/pushes")
 def test_a_killed_opening_leaves_a_cache_that_fits(backup: Path, tmp_path: Path) -> None:
     storage = WatchedStorage(cache=tmp_path / "cache")
     cold.push(backup, storage)
@@ -164,6 +172,7 @@ def _run_pusher(backup: Path, environment: dict[str, str]) -> subprocess.Popen[b
     )
 
 
+@pytest.mark.guarantee("version/pushes")
 @pytest.mark.torture
 @pytest.mark.timeout(1800)
 def test_processes_are_killed_at_random_requests(
@@ -200,6 +209,7 @@ def test_processes_are_killed_at_random_requests(
             assert len(rb) == 60
 
 
+@pytest.mark.guarantee("version/races")
 @pytest.mark.torture
 @pytest.mark.timeout(1800)
 def test_races_of_processes_have_one_winner_each(tmp_path: Path) -> None:

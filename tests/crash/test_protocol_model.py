@@ -28,6 +28,7 @@ def first_problem(rules: Rules, seeds: int = 6_000) -> Outcome:
     pytest.fail(f"{rules} broke no promise in {seeds} seeds")
 
 
+@pytest.mark.guarantee("power/tests")
 @pytest.mark.slow
 @pytest.mark.parametrize("seeds", [SEEDS, pytest.param(MANY_SEEDS, marks=pytest.mark.torture)])
 def test_no_cut_breaks_a_promise_and_the_cuts_do_cost_something(
@@ -46,6 +47,7 @@ def test_no_cut_breaks_a_promise_and_the_cuts_do_cost_something(
     assert sum(o.lossy_cuts for o in outcomes) > power_cuts / 6
 
 
+@pytest.mark.guarantee("power/tests")
 @pytest.mark.some(12)
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_a_broken_rule_is_found(switch: str) -> None:

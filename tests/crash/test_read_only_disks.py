@@ -63,6 +63,11 @@ print("all")
 """
 
 
+@pytest.mark.guarantee(
+    "disk/read-only",
+    'On a file system that is mounted read-only, `mode="r"`, `info`, `sql`, `verify` and `export` work '
+    "and write nothing.",
+)
 @pytest.mark.slow
 def test_a_store_that_cannot_be_written_is_read(tmp_path: Path) -> None:
     folder = tmp_path / "disk"
@@ -80,6 +85,7 @@ def test_a_store_that_cannot_be_written_is_read(tmp_path: Path) -> None:
     assert read_files(store) == before
 
 
+@pytest.mark.guarantee("disk/read-only")
 def test_every_act_says_why_not(tmp_path: Path) -> None:
     class ReadOnly(Disk):
         def gate(self, act: str, path: Path) -> None:

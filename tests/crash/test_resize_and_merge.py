@@ -103,6 +103,11 @@ def moments(trace: Sequence[str], stride: int) -> Iterator[int]:
 SOME = [pytest.param(23, id="some"), pytest.param(1, marks=pytest.mark.torture, id="all")]
 
 
+@pytest.mark.guarantee(
+    "keep/resize-whole",
+    "After a kill or a power cut, `resize` and `merge` have done nothing or everything; refused ones "
+    "change nothing.",
+)
 @pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.timeout(1200)
@@ -141,6 +146,7 @@ def test_a_resize_is_killed(tmp_path: Path, new: int, stride: int, count_cases: 
     assert refused < 16
 
 
+@pytest.mark.guarantee("keep/resize-whole")
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("stride", SOME)
@@ -180,6 +186,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return made
 
 
+@pytest.mark.guarantee("keep/resize-whole")
 @pytest.mark.slow
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.timeout(1200)

@@ -164,6 +164,11 @@ def batches(rb: TensorDictReplayBuffer) -> list[Any]:
     return found
 
 
+@pytest.mark.guarantee(
+    "draw/next",
+    "After a restart or a kill, every sampler draws the batches that would have followed; so do "
+    "ensembles, hindsight goals, random crops and a loaded trainer.",
+)
 @pytest.mark.some(2)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.torture) for n in (2, 3))])

@@ -103,6 +103,8 @@ def killed(path: Path, at: int, act: Callable[[ZarrStorage], Any], monkeypatch: 
     return status == 0
 
 
+@pytest.mark.guarantee("kill/whole")
+@pytest.mark.guarantee("keep/policy")
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
@@ -194,6 +196,7 @@ def cut_anywhere(tmp_path: Path, cuts: int, seed: int, monkeypatch: pytest.Monke
     assert outcomes <= {frozenset({1, 2, 3, 4, 5, 6}), frozenset({2, 3, 4, 5, 6}), frozenset({2, 5, 6})}
 
 
+@pytest.mark.guarantee("keep/policy")
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_syncs")
 @pytest.mark.parametrize("cuts", [40, pytest.param(1500, marks=pytest.mark.torture)])
@@ -224,6 +227,7 @@ def give_back_first(deletion: Any, going: IdSet) -> tuple[IdSet, IdSet]:
 RECORD = delete.Deletion._record
 
 
+@pytest.mark.guarantee("keep/policy")
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_space_given_back_before_the_record_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,6 +243,7 @@ def give_back_unsynced(deletion: Any, going: IdSet) -> tuple[IdSet, IdSet, Any]:
         return RECORD(deletion, going)
 
 
+@pytest.mark.guarantee("keep/policy")
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_syncs")
 @pytest.mark.timeout(1200)

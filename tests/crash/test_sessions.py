@@ -43,6 +43,8 @@ def stage(path: Path, mode: Any) -> tuple[Any, ...]:
     return found[1], found[2]
 
 
+@pytest.mark.guarantee("power/state")
+@pytest.mark.guarantee("power/sync-mode")
 @pytest.mark.slow
 @pytest.mark.index
 @pytest.mark.usefixtures("no_syncs")

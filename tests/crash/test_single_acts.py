@@ -412,6 +412,7 @@ def check(states: list[tuple[str, Path]], stride: int) -> int:
     return after
 
 
+@pytest.mark.guarantee("kill/whole")
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("stride", [12, pytest.param(1, marks=pytest.mark.torture)])

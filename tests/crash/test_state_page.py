@@ -124,6 +124,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     return look
 
 
+@pytest.mark.guarantee("damage/verify")
 @pytest.mark.slow
 def test_killed_before_every_act_the_page_is_believed(
     closed: Path, tmp_path: Path, warnings: Callable[[], list[str]]
@@ -131,6 +132,7 @@ def test_killed_before_every_act_the_page_is_believed(
     assert faults(closed, tmp_path, warnings) == []
 
 
+@pytest.mark.guarantee("power/tests")
 @pytest.mark.slow
 def test_a_seal_before_the_close_record_is_found(
     closed: Path, tmp_path: Path, warnings: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
@@ -147,6 +149,7 @@ def test_a_seal_before_the_close_record_is_found(
     assert any("was written" in fault for fault in faults(closed, tmp_path, warnings))
 
 
+@pytest.mark.guarantee("power/tests")
 @pytest.mark.slow
 def test_a_seal_that_an_opening_leaves_is_found(
     closed: Path, tmp_path: Path, warnings: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
@@ -163,6 +166,7 @@ ONE_OF_EACH = [(word, (29 * word + 3) % 64) for word in WORDS]
 ALL = list(itertools.product(WORDS, range(64)))
 
 
+@pytest.mark.guarantee("damage/verify")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "bits", [ONE_OF_EACH, pytest.param(ALL, marks=[pytest.mark.torture, pytest.mark.timeout(1800)])]
@@ -192,6 +196,7 @@ def test_a_flipped_bit_costs_nothing(
         shutil.rmtree(path)
 
 
+@pytest.mark.guarantee("damage/verify")
 def test_a_repair_rebuilds_the_page(closed: Path) -> None:
     flip(closed / "STATE", 61, 4)
     (finding,) = verify(closed)
@@ -217,6 +222,7 @@ def test_batches_continue_after_the_page_is_damaged(tmp_path: Path) -> None:
     assert drawn[0] == drawn[1]
 
 
+@pytest.mark.guarantee("damage/verify")
 def test_a_journal_shorter_than_the_page_says_stays_damage(
     closed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

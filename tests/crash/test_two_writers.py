@@ -106,6 +106,7 @@ def void(_: object) -> None:
     """Return nothing."""
 
 
+@pytest.mark.guarantee("process/one-writer")
 def test_no_id_is_acknowledged_twice_while_lock_comes_and_goes(store_path: Path) -> None:
     counts = acknowledged(store_path)
     assert set(counts.values()) == {1}
@@ -114,6 +115,7 @@ def test_no_id_is_acknowledged_twice_while_lock_comes_and_goes(store_path: Path)
         assert rb.storage.last == max(counts)
 
 
+@pytest.mark.guarantee("process/one-writer")
 @pytest.mark.slow
 def test_a_lock_that_the_folder_does_not_back_is_found(
     store_path: Path, monkeypatch: pytest.MonkeyPatch

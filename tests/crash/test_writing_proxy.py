@@ -141,6 +141,11 @@ def check_shm(*pids: int) -> None:
     assert not [name for name in names if ours & set(re.split(r"[-_.]", name))]
 
 
+@pytest.mark.guarantee(
+    "kill/shared",
+    "Calls of a process that writes through `rb.share()` survive once they returned, whether it dies or "
+    "the owner of the store.",
+)
 @pytest.mark.slow
 def test_a_worker_is_killed_before_every_act(store_path: Path) -> None:
     worker, pids = 0, [os.getpid()]
@@ -179,6 +184,7 @@ def test_a_worker_is_killed_before_every_act(store_path: Path) -> None:
     assert verify(store_path) == []
 
 
+@pytest.mark.guarantee("kill/shared")
 @pytest.mark.slow
 def test_the_owner_is_killed_before_every_act(tmp_path: Path) -> None:
     number, pids = 0, [os.getpid()]
@@ -218,6 +224,7 @@ def test_the_owner_is_killed_before_every_act(tmp_path: Path) -> None:
     check_shm(*pids)
 
 
+@pytest.mark.guarantee("kill/shared")
 @pytest.mark.slow
 def test_random_kills_lose_nothing(store_path: Path) -> None:
     kill_at_random(store_path, rounds=30, seed=1)

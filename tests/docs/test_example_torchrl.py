@@ -157,6 +157,7 @@ def test_a_run_continues_from_the_store(runs: Runs) -> None:
     assert "did not close" in runs.text(1)
 
 
+@pytest.mark.guarantee("draw/next")
 def test_the_draws_continue(runs: Runs) -> None:
     """Both resumed runs draw the batches that follow the saved weights, the same ones, and learn the same."""
     one, two = runs.drawn(3), runs.drawn(4)

@@ -47,6 +47,11 @@ def _check(folder: Path, name: str, numbers: range) -> None:
     assert report.refused or name in ("index", "state")  # both are made again if they are damaged
 
 
+@pytest.mark.guarantee(
+    "exchange/bounded",
+    "A file of any format, changed in any way, is read or raises an error of expstore, within 2 s of CPU "
+    "time and 200 MB.",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(FORMATS))
 def test_mutated_files(tmp_path: Path, name: str) -> None:

@@ -22,6 +22,7 @@ def guarded(page_folder: Path) -> Iterator[Serving]:
         yield server
 
 
+@pytest.mark.guarantee("access/page")
 def test_a_token_is_asked_for_and_kept_in_the_tab(visit: Callable[..., Visit], guarded: Serving) -> None:
     tab = visit(url=guarded.url)
     page = tab.open("/stores/run")

@@ -49,6 +49,11 @@ MARKS = {
 }  # fmt: skip
 
 
+@pytest.mark.guarantee(
+    "access/page",
+    "The page in the browser loads nothing from elsewhere, shows texts of a store as texts, and sends its"
+    " token to its own server only.",
+)
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_sound(name: str, visit: Callable[..., Visit]) -> None:
     tab = visit(color_scheme="light")
@@ -69,6 +74,7 @@ def test_a_page_is_sound(name: str, visit: Callable[..., Visit]) -> None:
     assert tab.context.cookies() == []
 
 
+@pytest.mark.guarantee("access/page")
 def test_hostile_names_and_facts_are_texts(visit: Callable[..., Visit]) -> None:
     page = visit().open("/stores/hostile?by=source")
     hostile = '<img src=x onerror="window.broken=1">'
@@ -79,6 +85,7 @@ def test_hostile_names_and_facts_are_texts(visit: Callable[..., Visit]) -> None:
     assert page.evaluate("window.broken") is None
 
 
+@pytest.mark.guarantee("access/page")
 def test_the_policy_forbids_what_is_not_a_file_of_the_page(visit: Callable[..., Visit]) -> None:
     tab = visit()
     page = tab.open("/")

@@ -29,6 +29,7 @@ def policy_of(answer: httpx.Response) -> dict[str, str]:
     return {name: value for name, _, value in parts}
 
 
+@pytest.mark.guarantee("access/page")
 def test_files_need_no_token_and_data_does(tmp_path: Path) -> None:
     with Serving(Settings(path=tmp_path, token=b"secret")) as server:
         with httpx.Client(base_url=server.url) as client:

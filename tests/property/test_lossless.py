@@ -324,6 +324,10 @@ def live_and_look(data: Any, folder: Path) -> None:
             world.follower.close()
 
 
+@pytest.mark.guarantee(
+    "rows/bits",
+    "Rows of every dtype are read back bit by bit, packed or flat, whatever happens to the store.",
+)
 @pytest.mark.slow
 @hypothesis.settings(max_examples=4, suppress_health_check=list(hypothesis.HealthCheck))
 @given(data=st.data())

@@ -679,6 +679,11 @@ CASES: dict[str, Callable[[Path], None]] = {
 }
 
 
+@pytest.mark.guarantee(
+    "kill/sessions",
+    "Rows of two sessions never share an episode, and episodes remain ended or resumed once the call "
+    "returned.",
+)
 @pytest.mark.slow
 @pytest.mark.index
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torchrl", "ignore::FutureWarning:torchrl")

@@ -60,6 +60,11 @@ def check_all(world: World, length: int, **rule: Any) -> None:
             world.rb.sample(length)
 
 
+@pytest.mark.guarantee(
+    "draw/slices",
+    "A slice has consecutive steps of one episode, every slice that exists can be drawn, and which one is"
+    " drawn depends only on rows, seed and draw number.",
+)
 @pytest.mark.slow
 @patient
 @some
@@ -163,6 +168,7 @@ LIVES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.guarantee("draw/slices")
 @pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("name", LIVES)

@@ -431,12 +431,14 @@ def live(kind: str, lives: int, steps: int, note: Callable[..., None], *, long: 
         stateful.run_state_machine_as_test(type("Life", (Life,), facts), settings=settings)
 
 
+@pytest.mark.guarantee("kill/whole")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_life(kind: str, count_cases: Callable[..., None]) -> None:
     live(kind, 5, 12, count_cases, long=False)
 
 
+@pytest.mark.guarantee("kill/whole")
 @pytest.mark.torture
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", KINDS)

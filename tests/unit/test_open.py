@@ -356,6 +356,11 @@ except LockedError as exc:
 """
 
 
+@pytest.mark.guarantee(
+    "process/one-writer",
+    "A second writer gets a `LockedError` that names the first, even if the LOCK file was removed; no id "
+    "is acknowledged twice.",
+)
 def test_a_second_process_learns_who_has_it(store_path: Path) -> None:
     import socket
 
@@ -389,6 +394,10 @@ def test_a_fork_leaves_the_parents_garbage_alone(store_path: Path) -> None:
         assert os.waitpid(pid, 0)[1] == 0
 
 
+@pytest.mark.guarantee(
+    "process/forks",
+    "A forked child and an unpickled buffer read what the parent writes, and never write.",
+)
 def test_a_fork_follows_and_does_not_write(store_path: Path) -> None:
     with expstore.open(store_path, batch_size=4) as rb:
         rb.extend(numbered_rows(20, key="a"))

@@ -375,6 +375,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.guarantee("draw/rates", "A rate limiter continues with its counts of inserted and sampled rows.")
 @pytest.mark.some(1)
 @pytest.mark.parametrize("prefetch", [0, 3])
 def test_a_kill_keeps_the_count_of_exactly_the_drawn_rows(store_path: Path, prefetch: int) -> None:
@@ -385,6 +386,7 @@ def test_a_kill_keeps_the_count_of_exactly_the_drawn_rows(store_path: Path, pref
         assert counts(rb) == (23, 24)
 
 
+@pytest.mark.guarantee("draw/rates")
 def test_after_a_power_cut_the_counts_are_those_of_the_last_sync(
     store_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

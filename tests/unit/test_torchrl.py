@@ -198,6 +198,11 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.guarantee(
+    "torchrl/storages",
+    "Rows that a TorchRL buffer over an `ExpStorage` has written survive its process, and a new buffer "
+    "appends to them.",
+)
 @pytest.mark.slow
 def test_a_new_buffer_continues_where_a_killed_one_stopped(store_path: Path) -> None:
     done = warm_processes.run([sys.executable, "-c", KILLED, str(store_path)], check=False)

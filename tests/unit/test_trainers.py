@@ -379,6 +379,7 @@ def test_a_trainer_learns_from_a_store(rb: expstore.TensorDictReplayBuffer) -> N
     assert asked == {row: found[row] for row in asked}
 
 
+@pytest.mark.guarantee("draw/next")
 @pytest.mark.parametrize("backend", ["torch", "unified"])
 def test_a_loaded_trainer_continues_with_the_next_batches(
     backend: str, tmp_path: Path, store_path: Path

@@ -201,6 +201,7 @@ def test_after_another_opening(store_path: Path) -> None:
     assert Manifest.load(Disk(), store_path).column_set == 5
 
 
+@pytest.mark.guarantee("kill/fields")
 def test_other_columns_are_not_touched(store_path: Path) -> None:
     """Their files keep name, inode, bytes and times."""
 
@@ -222,6 +223,7 @@ def test_other_columns_are_not_touched(store_path: Path) -> None:
         assert files() == before
 
 
+@pytest.mark.guarantee("kill/fields")
 def test_sums_of_other_columns_stay(store_path: Path) -> None:
     """A flipped bit is found afterwards: sums were not taken anew."""
     with in_folder(store_path, None) as rb:

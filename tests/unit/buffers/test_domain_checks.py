@@ -144,6 +144,7 @@ def test_rows_in_ram_have_specs_too() -> None:
     assert rb.specs == specs()
 
 
+@pytest.mark.guarantee("kill/rows")
 def test_a_store_that_was_killed_keeps_what_was_set(tmp_path: Path) -> None:
     storage = ZarrStorage(tmp_path / "a.exp", 100)
     rb = expstore.TensorDictReplayBuffer(storage=storage)
@@ -301,6 +302,7 @@ def bad(rb: Any, batch: TensorDict, message: str) -> None:
     assert (len(rb), rb.write_count) == (count, written)
 
 
+@pytest.mark.guarantee("rows/refused")
 def test_values_are_looked_at_when_asked_for(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "a.exp", capacity=2000, schema=specs()) as rb:
         batch = rows(1000)

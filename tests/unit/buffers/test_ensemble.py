@@ -229,6 +229,7 @@ def test_members_with_other_fields_are_stacked_lazily() -> None:
 # -- resuming -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("draw/next")
 def test_draws_continue_after_a_restart(tmp_path: Path) -> None:
     def opened(folder: str) -> ReplayBufferEnsemble:
         members = [

@@ -379,6 +379,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.guarantee("kill/rows")
 @pytest.mark.some(1)
 @pytest.mark.parametrize("durability", ["process", "sync"])
 def test_a_kill_loses_nothing_that_was_noted(store_path: Path, durability: str) -> None:

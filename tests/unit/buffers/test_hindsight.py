@@ -368,6 +368,7 @@ def test_goals_continue_after_a_restart(tmp_path: Path, strategy: Any, prefetch:
     rb.close()
 
 
+@pytest.mark.guarantee("draw/next")
 @pytest.mark.some(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_goals_continue_after_a_kill(tmp_path: Path, strategy: Any) -> None:

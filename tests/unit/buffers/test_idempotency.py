@@ -61,6 +61,11 @@ Make = Callable[..., TensorDictReplayBuffer]
 # -- what comes back -------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee(
+    "kill/keys",
+    "A write that is repeated with its idempotency key is stored once and returns the same ids, for 24 "
+    "hours and the last 100,000 writes.",
+)
 def test_a_write_is_made_once(make: Make) -> None:
     rb = make(20)
     first = rb.extend(numbered_rows(3), idempotency_key="a", digest=DIGEST)
@@ -104,6 +109,7 @@ def test_bad_keys_change_nothing(make: Make) -> None:
     assert rb.stats()["write_keys"] == 0
 
 
+@pytest.mark.guarantee("kill/keys")
 def test_rows_that_have_left_are_answered_for(make: Make) -> None:
     rb = make(10)
     rb.extend(numbered_rows(4), idempotency_key="a")
@@ -212,6 +218,7 @@ def test_a_repeated_write_does_not_wait_for_samples(make: Make) -> None:
     assert limiter.describe() == before
 
 
+@pytest.mark.guarantee("kill/keys")
 def test_the_same_key_in_many_threads_at_once(make: Make) -> None:
     rb = make(10_000)
     start, answers = threading.Barrier(4), [dict[int, list[int]]() for _ in range(4)]
@@ -263,6 +270,7 @@ def killed(work: Callable[[], None]) -> None:
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL
 
 
+@pytest.mark.guarantee("kill/keys")
 @pytest.mark.some(1)
 @pytest.mark.parametrize("durability", ["process", "sync"])
 def test_keys_are_known_after_a_kill_exactly_with_their_rows(tmp_path: Path, durability: str) -> None:
@@ -329,6 +337,7 @@ def test_more_keys_than_the_file_may_owe_wait_for_a_sync(
     assert (tmp_path / "run.exp" / KEYS).stat().st_size == 27 * 64
 
 
+@pytest.mark.guarantee("kill/keys")
 def test_keys_stay_where_another_content_comes(tmp_path: Path) -> None:
     rb = disk(tmp_path, 20)
     rb.extend(numbered_rows(4), idempotency_key="a")

@@ -245,6 +245,7 @@ def test_a_version_that_is_loaded_shows_at_once(tmp_path: Path, sampler: str) ->
 # What was made and not handed out does not count.
 
 
+@pytest.mark.guarantee("draw/count")
 @pytest.mark.some(2)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_a_killed_store_continues_with_undelivered_batches(store_path: Path, sampler: str) -> None:

@@ -705,6 +705,11 @@ for k in range(1_000_000):
 """
 
 
+@pytest.mark.guarantee(
+    "kill/recorder",
+    "A kill loses no step of `rb.record`, `expstore.gym.Record` or `RecordVector` that returned; with "
+    "`flush_steps=n`, at most the last n - 1.",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("flush_steps", [1, 16])
 def test_steps_that_returned_survive_a_kill(tmp_path: Path, flush_steps: int) -> None:

@@ -757,6 +757,11 @@ def test_keys_by_another_name(tmp_path: Path) -> None:
 # Threads, and interruptions.
 
 
+@pytest.mark.guarantee(
+    "draw/whole",
+    "A batch is never torn, whatever threads and processes write meanwhile, and its memory is not reused "
+    "while anything refers to it.",
+)
 @pytest.mark.some(1)
 def test_batches_are_whole_while_a_writer_laps_the_ring(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     set_spare_slots(monkeypatch, 200)
@@ -830,6 +835,10 @@ def test_readers_while_an_unbounded_store_grows(make: Make, monkeypatch: pytest.
     same(rb[index], rows(index + 1))
 
 
+@pytest.mark.guarantee(
+    "process/turns",
+    "Writers write in the order in which they asked, and an fsync that hangs delays only its own store.",
+)
 def test_two_writers_wait_for_one_another(make: Make) -> None:
     rb = make(5000)
     problems: list[BaseException] = []
@@ -856,6 +865,10 @@ def test_two_writers_wait_for_one_another(make: Make) -> None:
     assert len(set(steps)) == 900
 
 
+@pytest.mark.guarantee(
+    "kill/interrupt",
+    "After Ctrl-C or an exception inside a call, the buffer works correctly.",
+)
 def test_extend_works_after_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from expstore.episodes.table import EpisodeTable
 
@@ -888,6 +901,7 @@ def test_extend_works_after_an_interruption(tmp_path: Path, monkeypatch: pytest.
         assert len(rb) == 9
 
 
+@pytest.mark.guarantee("disk/fsync")
 def test_a_failed_sync_leaves_a_buffer_that_can_be_read_and_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -168,6 +168,7 @@ def test_space_of_packed_rows_is_given_back(store_path: Path) -> None:
         check_whole(rb, set(range(21, 31)), 30, 1000)
 
 
+@pytest.mark.guarantee("keep/policy")
 @pytest.mark.slow
 def test_a_version_keeps_what_leaves_the_store(store_path: Path, tmp_path: Path) -> None:
     rb = filled(store_path, 20, **LAYOUTS["packed"])
@@ -654,6 +655,11 @@ ACTS = st.lists(
 )
 
 
+@pytest.mark.guarantee(
+    "keep/policy",
+    "Retention deletes whole episodes only, and none that the policy keeps, also after a kill or a power "
+    "cut; versions keep what is deleted.",
+)
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("no_syncs")

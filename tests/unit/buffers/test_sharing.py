@@ -727,6 +727,7 @@ def test_forked_children_keep_nothing_of_their_parents_connections(
     worker.extend(numbered_rows(3))
 
 
+@pytest.mark.guarantee("kill/shared")
 def test_a_killed_worker_has_its_episodes_cut_and_others_continue(rb: TensorDictReplayBuffer) -> None:
     with copy_of(rb) as other:
         other.extend(numbered_rows(1), source="other")

@@ -185,6 +185,7 @@ def test_a_forked_child_follows(path: Path) -> None:
     handle.close()
 
 
+@pytest.mark.guarantee("process/forks")
 @pytest.mark.slow
 def test_a_part_that_fails_in_a_child_keeps_no_other_one(
     path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture

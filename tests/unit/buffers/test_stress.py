@@ -170,6 +170,7 @@ class Crowd:
         return float(busy / quiet)
 
 
+@pytest.mark.guarantee("draw/whole")
 @pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize(

@@ -56,6 +56,10 @@ class Writer:
         assert self.written
 
 
+@pytest.mark.guarantee(
+    "draw/epochs",
+    "In a `DataLoader`, each row is returned once per epoch, by one worker.",
+)
 @pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("capacity", [None, 400])
@@ -76,6 +80,7 @@ def test_each_row_comes_once_per_epoch_during_writes(tmp_path: Path, capacity: i
         assert capacity or count > 400
 
 
+@pytest.mark.guarantee("draw/epochs")
 @pytest.mark.some(1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_each_slice_is_one_workers(tmp_path: Path, workers: int) -> None:

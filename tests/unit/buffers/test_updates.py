@@ -138,6 +138,7 @@ def test_refused_calls_change_nothing(
         assert torch.equal(rb[name], before[name])
 
 
+@pytest.mark.guarantee("rows/refused")
 @pytest.mark.parametrize(
     ("key", "value", "lost"),
     [

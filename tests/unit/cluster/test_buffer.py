@@ -139,6 +139,11 @@ def test_queries_see_all_shards(urls: list[str]) -> None:
             rb.sql("SELECT * FROM read_csv('/etc/passwd')", each="SELECT 1 AS one")
 
 
+@pytest.mark.guarantee(
+    "cluster/draws",
+    "Draws of shards at rest follow from the seed, and continue after a restart and from a version of all"
+    " shards.",
+)
 def test_draws_follow_from_the_seed_and_continue(urls: list[str]) -> None:
     with connect(urls) as rb:
         fill(rb)
@@ -166,6 +171,7 @@ def test_draws_follow_from_the_seed_and_continue(urls: list[str]) -> None:
         assert rb.draw == 1
 
 
+@pytest.mark.guarantee("cluster/draws")
 @pytest.mark.slow
 def test_draws_continue_after_a_restart_of_the_servers(tmp_path: Path) -> None:
     settings = Settings(path=tmp_path)
@@ -480,6 +486,7 @@ def wait_until(condition: Any, seconds: float = 20.0) -> None:
         sleep(0.01)
 
 
+@pytest.mark.guarantee("cluster/draws")
 @pytest.mark.slow
 def test_a_version_of_all_shards_is_restored(urls: list[str], tmp_path: Path) -> None:
     def actions_of(count: int) -> list[list[int]]:

@@ -58,6 +58,11 @@ def sample_all(rb: expstore.ShardedReplayBuffer) -> int:
     raise AssertionError("nothing limits it")
 
 
+@pytest.mark.guarantee(
+    "cluster/rates",
+    "A rate limiter over shards lets one client draw no more than the sums of all shards permit, and "
+    "several exceed it by a stated bound.",
+)
 def test_one_client_draws_what_the_sums_permit_and_no_more(urls: list[str]) -> None:
     limiter = SampleToInsertRatio(RATIO, 20, (-30.0, 1000.0), timeout=0)
     with connect(urls, limiter) as rb:
@@ -123,6 +128,7 @@ def test_a_writer_asks_for_counts_that_are_old(urls: list[str], monkeypatch: pyt
             rb.extend(batch_of(10), source=source_for(other, 1))
 
 
+@pytest.mark.guarantee("cluster/rates")
 @pytest.mark.slow
 def test_several_clients_stay_within_the_stated_bound(urls: list[str]) -> None:
     """Each of n samplers exceeds the sum by what it and the others draw together, at most."""

@@ -67,6 +67,11 @@ def draw_all(rb: expstore.ShardedReplayBuffer) -> TensorDict:
         return torch.cat(list(rb.stream(BATCHES)))
 
 
+@pytest.mark.guarantee(
+    "cluster/distribution",
+    "Batches of several stores, and their weights, are distributed as those of one store with all rows, "
+    "for every sampler and with `where=`.",
+)
 def test_rows_are_drawn_uniformly(server: Serving) -> None:
     drawn = draw_all(at_rest(server))
     assert_distributed(place_of(drawn["id"]), np.ones(sum(SIZES)))
@@ -78,6 +83,7 @@ def test_rows_that_match_are_drawn_uniformly(server: Serving) -> None:
     assert_distributed(place_of(drawn["id"]), even().astype(np.float64))
 
 
+@pytest.mark.guarantee("cluster/distribution")
 @pytest.mark.parametrize("where", [None, "even"])
 def test_rows_are_drawn_by_priority(server: Serving, where: str | None) -> None:
     drawn = draw_all(
@@ -89,6 +95,7 @@ def test_rows_are_drawn_by_priority(server: Serving, where: str | None) -> None:
     np.testing.assert_allclose(drawn["priority_weight"].numpy(), weights_of(masses)[places], rtol=1e-6)
 
 
+@pytest.mark.guarantee("cluster/distribution")
 @pytest.mark.parametrize("by", ["start", "trajectory"])
 def test_slices_are_drawn_as_from_one_store(server: Serving, by: str) -> None:
     drawn = draw_all(at_rest(server, sampler={"kind": "slices", "slice_len": 4, "by": by}))
@@ -118,6 +125,7 @@ def test_short_slices_are_cut_at_their_ends(server: Serving) -> None:
             assert (np.diff(places)[~flags[:-1]] == 1).all()
 
 
+@pytest.mark.guarantee("cluster/distribution")
 def test_slices_are_drawn_by_priority(server: Serving) -> None:
     spec = {"kind": "prioritized_slices", "slice_len": 4, "alpha": ALPHA, "beta": BETA}
     drawn = draw_all(at_rest(server, sampler=spec))
@@ -128,6 +136,7 @@ def test_slices_are_drawn_by_priority(server: Serving) -> None:
     np.testing.assert_allclose(weights, np.repeat(weights_of(masses)[places, None], 4, axis=1), rtol=1e-6)
 
 
+@pytest.mark.guarantee("cluster/distribution")
 def test_newer_rows_of_each_shard_are_drawn_more_often(server: Serving) -> None:
     drawn = draw_all(at_rest(server, sampler={"kind": "recency", "half_life": 40}))
     ages = np.concatenate([np.arange(count)[::-1] for count in SIZES])
@@ -155,6 +164,7 @@ def test_a_sampler_without_masses_would_be_noticed(server: Serving, monkeypatch:
     assert not np.allclose(drawn["priority_weight"].numpy(), weights_of(powers())[places], rtol=1e-3)
 
 
+@pytest.mark.guarantee("cluster/distribution")
 @pytest.mark.slow
 def test_batches_keep_their_distribution_while_others_write(folder: Path, server: Serving) -> None:
     """Masses are those of the last answers. Counts follow from the masses that a batch was drawn with."""

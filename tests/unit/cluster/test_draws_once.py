@@ -62,6 +62,11 @@ def all_pairs(more: int = 0) -> set[tuple[int, int]]:
     return {(number, row + 1) for number, rows in enumerate(SIZES) for row in range(rows + more)}
 
 
+@pytest.mark.guarantee(
+    "cluster/once",
+    "Every row comes once per pass of a sampler without replacement, and as often as a consuming sampler "
+    "allows, whatever other clients draw.",
+)
 def test_every_row_comes_once_per_pass(places: list[Any]) -> None:
     with connect(places) as rb:
         rb.name_sampler("pass", {"kind": "without_replacement"})
@@ -81,6 +86,7 @@ def test_every_row_comes_once_per_pass(places: list[Any]) -> None:
         assert rb.sample(7).shape == (7,)
 
 
+@pytest.mark.guarantee("cluster/once")
 def test_rows_are_consumed_once_by_all_clients(places: list[Any]) -> None:
     with connect(places) as rb:
         rb.name_sampler("once", {"kind": "consuming", "max_sample_count": 2})

@@ -186,6 +186,10 @@ def test_a_shard_without_rows_adds_none_to_a_query(cluster: Cluster) -> None:
             rb.sql_each("SELECT actoin FROM transitions")
 
 
+@pytest.mark.guarantee(
+    "cluster/episodes",
+    "No episode is divided among shards while shards are added, moved and retired.",
+)
 @pytest.mark.slow
 def test_no_episode_is_divided_although_a_client_is_late(cluster: Cluster) -> None:
     """Two clients write parts of episodes, also of each other's sources, while shards come and go."""
@@ -230,6 +234,7 @@ def test_no_episode_is_divided_although_a_client_is_late(cluster: Cluster) -> No
         assert all(len(places) == 1 for places in found.values())
 
 
+@pytest.mark.guarantee("cluster/episodes")
 def test_a_source_follows_its_open_episode_to_another_client(cluster: Cluster) -> None:
     with cluster.connect() as rb:
         shards = shards_of(rb)
@@ -246,6 +251,7 @@ def test_a_source_follows_its_open_episode_to_another_client(cluster: Cluster) -
             assert rb.episodes.find_open(moved[0])[:, 0].tolist() == [homes[0]] * 2
 
 
+@pytest.mark.guarantee("cluster/episodes")
 @pytest.mark.slow
 def test_a_retired_shard_gives_its_sources_away_as_their_episodes_end(cluster: Cluster) -> None:
     with cluster.connect() as rb:
@@ -391,6 +397,7 @@ def test_priorities_of_a_shard_that_was_removed_are_skipped(cluster: Cluster, br
             rb.by_id(pairs)
 
 
+@pytest.mark.guarantee("cluster/episodes")
 @pytest.mark.slow
 def test_requests_follow_a_shard_that_moves(cluster: Cluster, broken: Broken) -> None:
     with cluster.connect(down="wait") as rb, ThreadPoolExecutor(2) as pool:
@@ -406,6 +413,7 @@ def test_requests_follow_a_shard_that_moves(cluster: Cluster, broken: Broken) ->
         assert rb.sql_each("SELECT count(DISTINCT _episode) FROM transitions").fetchall()[1] == (1, 1)
 
 
+@pytest.mark.guarantee("cluster/episodes")
 @pytest.mark.slow
 def test_requests_do_not_wait_for_a_shard_that_was_removed(cluster: Cluster, broken: Broken) -> None:
     with cluster.connect(down="wait") as rb, ThreadPoolExecutor(2) as pool:

@@ -180,6 +180,7 @@ def compare_times(writes: list[Write], absences: list[Absence]) -> None:
     assert np.percentile(others, 50) < shortest / 2
 
 
+@pytest.mark.guarantee("server/rows")
 @pytest.mark.torture
 @pytest.mark.timeout(1800)
 def test_acknowledged_rows_are_stored_once_although_shards_are_killed(tmp_path: Path) -> None:

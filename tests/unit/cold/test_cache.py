@@ -105,6 +105,7 @@ def test_a_version_that_does_not_fit_is_refused_before_anything_is_fetched(cache
     assert not any(act == "get" and key.startswith("parts/") for act, key in cached.requests)
 
 
+@pytest.mark.guarantee("version/pushes")
 def test_leftovers_of_killed_processes_are_removed(cached: WatchedStorage) -> None:
     expstore.open(cached, mode="r", version=1).close()
     (tree,) = (path for path in (cached.cache / "versions").iterdir() if path.is_dir())

@@ -70,6 +70,11 @@ STORES: dict[str, tuple[dict[str, Any], Callable[[Buffer], object]]] = {
 }
 
 
+@pytest.mark.guarantee(
+    "version/pulls",
+    "A pulled store is the one that `loads` makes of the version; a part that is damaged or missing is "
+    "found and named.",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", STORES)
 def test_a_pulled_store_is_the_one_that_loads_makes(
@@ -305,6 +310,7 @@ def _flip(storage: WatchedStorage, key: str) -> None:
     obstore.put(storage.where, key, bytes(data))
 
 
+@pytest.mark.guarantee("version/pulls")
 def test_a_damaged_part_is_named(tmp_path: Path, rb: Buffer, storage: WatchedStorage) -> None:
     version = cold.push(rb, storage)
     manifest = Manifest.load(storage.connect(), version)
@@ -325,6 +331,7 @@ def test_a_damaged_part_is_named(tmp_path: Path, rb: Buffer, storage: WatchedSto
         assert not (tmp_path / "new.exp").exists()
 
 
+@pytest.mark.guarantee("version/pulls")
 def test_damaged_lists_are_named(tmp_path: Path, rb: Buffer, storage: WatchedStorage) -> None:
     version = cold.push(rb, storage)
     _flip(storage, manifest_key(version))
@@ -402,6 +409,7 @@ def _push_versions(rb: Buffer, storage: WatchedStorage, count: int, place: Path)
         cold.push(place, storage)
 
 
+@pytest.mark.guarantee("version/races")
 def test_pruning_keeps_what_remaining_versions_need(
     tmp_path: Path, rb: Buffer, storage: WatchedStorage
 ) -> None:
@@ -453,6 +461,10 @@ def test_a_clock_that_is_behind_is_reported(
 # -- several programs --------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee(
+    "version/races",
+    "Each of several pushes to one address commits one version, and a `prune` at the same time harms none.",
+)
 def test_every_push_commits_its_own_version(tmp_path: Path, rb: Buffer, storage: WatchedStorage) -> None:
     places = [tmp_path / f"backup-{number}" for number in range(4)]
     for number, place in enumerate(places):
@@ -471,6 +483,7 @@ def test_every_push_commits_its_own_version(tmp_path: Path, rb: Buffer, storage:
     assert {version.rows for version in cold.versions(storage)} == {60, 70, 80, 90}
 
 
+@pytest.mark.guarantee("version/races")
 @pytest.mark.slow
 def test_a_prune_before_any_request_of_a_push_harms_no_version(
     tmp_path: Path, rb: Buffer, storage: WatchedStorage
@@ -499,6 +512,7 @@ def test_a_prune_before_any_request_of_a_push_harms_no_version(
     assert requests > 15
 
 
+@pytest.mark.guarantee("version/races")
 @pytest.mark.slow
 def test_a_push_before_any_request_of_a_prune_harms_no_version(
     tmp_path: Path, rb: Buffer, storage: WatchedStorage

@@ -95,6 +95,11 @@ def test_a_large_file_takes_several_requests(tmp_path: Path, server: S3Server, u
         assert reader[:]["pixels"].equal(frames)
 
 
+@pytest.mark.guarantee(
+    "version/retries",
+    "Requests to an object storage that are throttled or fail are repeated a few times, and a lost answer"
+    " makes no second version.",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_throttled_and_failed_requests_are_repeated(
@@ -115,6 +120,7 @@ def test_throttled_and_failed_requests_are_repeated(
         assert len(reader) == 50
 
 
+@pytest.mark.guarantee("version/retries")
 def test_repetition_is_bounded(rb: Buffer, server: S3Server, url: str) -> None:
     server.before = lambda request: 503
     with pytest.raises(RemoteError, match=r"cannot get versions\.json in s3://bucket/.*503"):
@@ -122,6 +128,7 @@ def test_repetition_is_bounded(rb: Buffer, server: S3Server, url: str) -> None:
     assert len(server.requests) == 3
 
 
+@pytest.mark.guarantee("version/retries")
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["versions.json", "manifests/", "parts/"])
 def test_an_answer_that_is_lost_commits_one_version(
@@ -145,6 +152,7 @@ def test_an_answer_that_is_lost_commits_one_version(
     assert [version.rows for version in check_whole(cold.ObjectStorage(_store_of(url, server)))] == [50, 60]
 
 
+@pytest.mark.guarantee("version/retries")
 @pytest.mark.slow
 @pytest.mark.parametrize("wanted", [{"drop": [1]}, {"keep": 1}])
 def test_a_prune_whose_answer_is_lost_reports_what_it_removed(
@@ -167,6 +175,7 @@ def test_a_prune_whose_answer_is_lost_reports_what_it_removed(
     assert [version.rows for version in check_whole(cold.ObjectStorage(_store_of(url, server)))] == [60]
 
 
+@pytest.mark.guarantee("version/races")
 def test_a_server_without_conditional_writes_is_refused(rb: Buffer, server: S3Server, url: str) -> None:
     server.unconditional = True
     for act in (lambda: cold.push(rb, url), lambda: cold.prune(url, keep=1)):
@@ -215,6 +224,7 @@ def test_no_server_is_reported(server: S3Server, monkeypatch: pytest.MonkeyPatch
         cold.versions(cold.ObjectStorage("s3://bucket/run", retries=1))
 
 
+@pytest.mark.guarantee("version/pulls")
 def test_a_flipped_byte_is_named(tmp_path: Path, rb: Buffer, server: S3Server, url: str) -> None:
     import obstore
 

@@ -165,6 +165,11 @@ def test_collect_stores_as_many_steps_as_were_asked_for(collected: Collected) ->
     assert collected.stats["rows"] == sum(collected.counts)
 
 
+@pytest.mark.guarantee(
+    "kill/collector",
+    "Workers of `expstore.Collector` that die are replaced; all episodes are whole, and none is stored "
+    "twice.",
+)
 def test_episodes_are_whole_although_a_worker_was_killed(collected: Collected, rb: Any) -> None:
     ended = check_rows(rb)
     assert ended == collected.stats["episodes"]
@@ -391,6 +396,7 @@ def read_until(process: subprocess.Popen[str], rows: int) -> list[str]:
     raise AssertionError(process.communicate()[1])
 
 
+@pytest.mark.guarantee("kill/collector")
 @pytest.mark.slow
 def test_ctrl_c_keeps_everything(store_path: Path) -> None:
     process = start_script(store_path)
@@ -406,6 +412,7 @@ def test_ctrl_c_keeps_everything(store_path: Path) -> None:
         check_rows(rb)
 
 
+@pytest.mark.guarantee("kill/collector")
 @pytest.mark.slow
 def test_workers_end_when_the_owner_is_killed(store_path: Path) -> None:
     process = start_script(store_path)

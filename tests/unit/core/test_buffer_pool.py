@@ -36,6 +36,7 @@ def test_unreferenced_buffers_are_reused() -> None:
     assert address(recycled.empty((1024, 128), np.dtype(np.int64))) == place
 
 
+@pytest.mark.guarantee("draw/whole")
 @pytest.mark.some(2)
 @pytest.mark.parametrize(
     "refer",
@@ -84,6 +85,7 @@ def test_one_is_kept() -> None:
     assert len(recycled._kept) == 1
 
 
+@pytest.mark.guarantee("draw/whole")
 def test_threads_never_share_it() -> None:
     recycled, wrong = Recycled(), []
 

@@ -10,6 +10,11 @@ import pytest
 from expstore.core.casts import cast_floats, find_lost
 
 
+@pytest.mark.guarantee(
+    "rows/refused",
+    "Values that a field would round, overflow or lose are refused, and a refused `extend` has written "
+    "nothing.",
+)
 @pytest.mark.parametrize(
     ("values", "dtype", "lost"),
     [

@@ -21,6 +21,7 @@ def test_negative_numbers_are_refused_by_unsigned_fields(tmp_path: Path, dtype: 
         assert rb.sql("SELECT x FROM transitions").fetchall() == [(0,), (1,)]
 
 
+@pytest.mark.guarantee("rows/refused")
 @pytest.mark.parametrize(
     "value",
     [

@@ -50,6 +50,7 @@ def test_a_releasing_thread_does_not_overtake_waiting_ones() -> None:
         assert order == ["other", "again"]
 
 
+@pytest.mark.guarantee("process/turns")
 def test_rows_come_in_the_order_in_which_threads_asked() -> None:
     rb = TensorDictReplayBuffer(storage=MemoryStorage(1000))
     expected = []

@@ -65,6 +65,10 @@ def test_without_a_table_nothing_is_known(tmp_path: Path) -> None:
     probe(disk, tmp_path, new=True)
 
 
+@pytest.mark.guarantee(
+    "disk/network",
+    "A network file system, and one on which locks or maps do not work, is refused.",
+)
 @pytest.mark.parametrize(("name", "kind"), [("nfs", "nfs4"), ("with space", "cifs"), ("twice", "fuse.sshfs")])
 def test_network_file_systems_are_refused_by_name(tmp_path: Path, name: str, kind: str) -> None:
     path = tmp_path / name / "run.exp"
@@ -85,6 +89,7 @@ def test_a_store_that_was_moved_there_is_refused_too(
     ZarrStorage(path, disk=Disk()).close()  # and is not locked
 
 
+@pytest.mark.guarantee("disk/network")
 def test_a_trial_leaves_nothing_and_finds_locks_that_do_not_conflict(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +102,7 @@ def test_a_trial_leaves_nothing_and_finds_locks_that_do_not_conflict(
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.guarantee("disk/network")
 def test_a_trial_finds_maps_that_do_not_show_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Blind(bytes):
         def close(self) -> None: ...
@@ -106,6 +112,7 @@ def test_a_trial_finds_maps_that_do_not_show_writes(tmp_path: Path, monkeypatch:
         probe(Disk(), tmp_path, new=False)
 
 
+@pytest.mark.guarantee("disk/full")
 @pytest.mark.parametrize("new", [True, False])
 def test_a_full_disk_can_be_opened_where_a_store_is_already(tmp_path: Path, new: bool) -> None:
     class Full(Disk):

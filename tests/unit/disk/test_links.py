@@ -37,6 +37,10 @@ def move_out(path: Path) -> Path:
 NAMES = ["LOCK", "STATE", "expstore.json", "episodes.log", "checksums", "journal", "columns", "columns/x/c"]
 
 
+@pytest.mark.guarantee(
+    "process/links",
+    "No operation on a store reaches a file elsewhere through a symbolic link.",
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_below_the_folder_may_be_a_link(run: Path, name: str) -> None:
     path = run / name
@@ -69,6 +73,7 @@ def test_a_lock_that_is_a_link_is_not_written_through(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "store") == ["LOCK"]
 
 
+@pytest.mark.guarantee("process/links")
 def test_a_link_to_nothing_makes_no_file_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "other")
     for act in (
@@ -86,6 +91,7 @@ def make_socket(path: str) -> None:
         end.bind(path)
 
 
+@pytest.mark.guarantee("process/links")
 @pytest.mark.parametrize("make", [os.mkfifo, make_socket])
 def test_only_files_and_folders_are_opened(
     run: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[str], None]
@@ -104,6 +110,7 @@ def test_only_files_and_folders_are_opened(
             expstore.open(run, mode=mode)
 
 
+@pytest.mark.guarantee("process/links")
 def test_the_folder_itself_may_be_a_link(run: Path, tmp_path: Path) -> None:
     link = tmp_path / "latest.exp"
     link.symlink_to(run)
@@ -128,6 +135,7 @@ def test_the_folder_itself_may_be_a_link(run: Path, tmp_path: Path) -> None:
     assert link.is_symlink()
 
 
+@pytest.mark.guarantee("process/links")
 def test_versions_may_be_reached_through_a_link(run: Path, tmp_path: Path) -> None:
     (tmp_path / "big" / "versions").mkdir(parents=True)
     (tmp_path / "versions").symlink_to(tmp_path / "big" / "versions")

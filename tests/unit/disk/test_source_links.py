@@ -76,6 +76,7 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], Callable[[Path, Path], object], 
 }
 
 
+@pytest.mark.guarantee("exchange/safe")
 @pytest.mark.parametrize("name", list(SOURCES))
 def test_files_outside_are_not_read(tmp_path: Path, name: str) -> None:
     """A file, or the folder above it, that is a link to the outside is refused."""
@@ -120,6 +121,7 @@ def test_links_inside_are_followed(tmp_path: Path, name: str) -> None:
         assert len(rb)
 
 
+@pytest.mark.guarantee("exchange/safe")
 def test_snapshots_in_the_cache_of_hugging_face(tmp_path: Path) -> None:
     """Files of a snapshot are links to blobs of the same repository, and to nothing else."""
     snapshot = link_files(write_v3(tmp_path / "set"), tmp_path / "hub")

@@ -64,6 +64,7 @@ def test_the_first_failure_is_raised_after_all_have_ended() -> None:
     assert sorted(done) == ["a", "b", "c", "d"]
 
 
+@pytest.mark.guarantee("process/turns")
 def test_the_caller_runs_what_no_thread_is_free_for(gate: threading.Event) -> None:
     hanging = hang(MOST_THREADS, gate)
     me, ran = threading.get_ident(), list[int]()

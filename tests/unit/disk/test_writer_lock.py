@@ -158,6 +158,7 @@ def test_a_child_that_lives_on_does_not_keep_the_lock(tmp_path: Path) -> None:
     os.close(from_child)
 
 
+@pytest.mark.guarantee("process/one-writer")
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_removed_or_replaced_lock_file_admits_no_second_writer(tmp_path: Path, replaced: bool) -> None:
     lock, path = take(tmp_path), tmp_path / "LOCK"

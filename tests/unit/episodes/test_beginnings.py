@@ -95,6 +95,12 @@ STORES: dict[str, Callable[[Path], Any]] = {
 }
 
 
+@pytest.mark.guarantee(
+    "rows/episodes",
+    "Where an episode begins follows from one rule "
+    "([Episodes](docs/episodes.md#where-an-episode-begins)); a row that does not continue a resumed "
+    "episode is refused.",
+)
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("case", CASES)
 def test_an_episode_begins(case: str, store: str, store_path: Path) -> None:
@@ -259,6 +265,7 @@ WRITES: dict[str, Callable[[Any, float], Any]] = {
 }
 
 
+@pytest.mark.guarantee("rows/episodes")
 @pytest.mark.parametrize("write", WRITES)
 def test_the_first_row_must_continue_a_resumed_episode(write: str, store_path: Path) -> None:
     act = WRITES[write]

@@ -52,6 +52,10 @@ def check_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) ->
         assert found[name].tobytes() == np.ascontiguousarray(values).tobytes(), name
 
 
+@pytest.mark.guarantee(
+    "exchange/exports",
+    "An export has complete rows only, identical to the bit, and is written completely or not at all.",
+)
 @pytest.mark.some(2)
 @pytest.mark.parametrize("layout", ["flat", "auto"])
 @pytest.mark.parametrize("piece", [1 << 20, 64 * 4000])
@@ -130,6 +134,7 @@ class FullDisk(Disk):
             raise OSError(28, "No space left on device")
 
 
+@pytest.mark.guarantee("exchange/exports")
 @pytest.mark.slow
 def test_nothing_is_left_of_one_that_ended_early(tmp_path: Path) -> None:
     def stop(done: int, total: int) -> None:
@@ -156,6 +161,7 @@ def test_nothing_is_left_of_one_that_ended_early(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["out.npz", "run.exp"]
 
 
+@pytest.mark.guarantee("exchange/exports")
 def test_rows_that_are_overwritten_meanwhile_are_left_out_everywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

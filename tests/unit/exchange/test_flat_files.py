@@ -442,6 +442,7 @@ def test_no_export_holds_more_than_a_piece(
     assert len(told) > 10
 
 
+@pytest.mark.guarantee("exchange/exports")
 @pytest.mark.parametrize("name", ["hdf5", "minari", "npz"])
 def test_fields_without_a_fixed_size_are_refused_by_name(tmp_path: Path, name: str) -> None:
     storage = expstore.MemoryStorage(10)

@@ -150,6 +150,11 @@ REAL: dict[str, list[Any] | str] = {
 }
 
 
+@pytest.mark.guarantee(
+    "exchange/imports",
+    "Files of other libraries become the right episodes, with a summary of what became of their columns, "
+    "or are refused.",
+)
 @pytest.mark.parametrize("name", sorted(REAL))
 def test_files_of_real_libraries(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     expected, store = REAL[name], tmp_path / "x.exp"
@@ -524,6 +529,7 @@ def test_thousands_are_no_decimals(tmp_path: Path) -> None:
 # -- what was understood --------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("exchange/imports")
 def test_the_summary_says_what_became_of_the_columns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

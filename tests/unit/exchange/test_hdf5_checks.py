@@ -54,6 +54,7 @@ def virtual(file: h5py.File, folder: Path) -> None:
 READS = [external_storage, external_link, external_group, virtual]
 
 
+@pytest.mark.guarantee("exchange/safe")
 @pytest.mark.parametrize("change", READS)
 def test_other_files_are_not_read(tmp_path: Path, change: Callable[[h5py.File, Path], Any]) -> None:
     """Every function that opens HDF5 refuses the file, names what is wrong, and makes no store."""
@@ -101,6 +102,7 @@ def test_circles_of_groups(tmp_path: Path, name: str, hard: bool) -> None:
         import_hdf5(path, tmp_path / "out.exp")
 
 
+@pytest.mark.guarantee("exchange/bounded")
 def test_claimed_sizes(tmp_path: Path) -> None:
     """A few KB that claim 2^40 rows, or chunks of gigabytes, are refused before anything is allocated."""
 

@@ -41,6 +41,7 @@ FORGED: dict[str, tuple[bytes, int]] = {
 }
 
 
+@pytest.mark.guarantee("exchange/bounded")
 @pytest.mark.parametrize("name", list(FORGED))
 def test_claims_are_refused(tmp_path: Path, name: str) -> None:
     path = _write(tmp_path / "a.npz", *FORGED[name])

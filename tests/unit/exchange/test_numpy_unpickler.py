@@ -59,6 +59,10 @@ class Calls:
         return self.pair
 
 
+@pytest.mark.guarantee(
+    "exchange/safe",
+    "An import runs no function that a file names, and reads no file outside of the data set's folder.",
+)
 @pytest.mark.parametrize(
     "value",
     [

@@ -269,6 +269,7 @@ def hostile(**attributes: Any) -> Any:
     return buffer
 
 
+@pytest.mark.guarantee("exchange/safe")
 @pytest.mark.parametrize(
     ("value", "text"),
     [
@@ -325,6 +326,7 @@ def test_pickles_of_old_spaces_are_read(tmp_path: Path) -> None:
     assert episodes_of(tmp_path / "new.exp") == whole()
 
 
+@pytest.mark.guarantee("exchange/safe")
 def test_arrays_that_share_their_bytes_are_refused(tmp_path: Path) -> None:
     buffer = hostile(rewards=np.zeros((50, 1), np.float32))
     one = np.zeros((50, 1, 1000), np.float32)

@@ -158,6 +158,7 @@ def make(path: Path, schema: Schema, columns: list[Any], **options: Any) -> Arro
     return storage
 
 
+@pytest.mark.guarantee("exchange/exports")
 @pytest.mark.slow
 @share(0.3, of=15)  # each makes two stores
 @given(table=tables(), form=st.sampled_from(sorted(FORMATS)), compression=st.sampled_from([None, "zstd"]))
@@ -205,6 +206,7 @@ def test_tensors_are_read_as_numbers_and_come_back(dtype: str, shape: tuple[int 
             from_file(entry, pa.array(["x"]))
 
 
+@pytest.mark.guarantee("exchange/readers")
 def test_others_read_it_unaided(tmp_path: Path) -> None:
     """pyarrow, DuckDB and pandas, texts and lists as such, tensors as lists, bfloat16 as numbers."""
     points = torch.nested.nested_tensor(

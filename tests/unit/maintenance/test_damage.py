@@ -125,6 +125,11 @@ def faults_of(sound: Path, folder: Path, count: int, seed: int) -> list[str]:
     return found
 
 
+@pytest.mark.guarantee(
+    "damage/errors",
+    "A truncated or deleted file raises a `CorruptionError` with its name, and an opening that refuses a "
+    "damaged store changes nothing.",
+)
 @pytest.mark.slow
 def test_files_that_are_cut_or_gone(sound: Path, tmp_path: Path) -> None:
     """Opening for writing names the file; mode="r" reads what does not depend on it."""
@@ -193,6 +198,7 @@ def test_the_bytes_of_an_unfinished_change_are_checked(
         assert rb["number"].tolist() == list(range(100, 150))
 
 
+@pytest.mark.guarantee("damage/rest")
 @pytest.mark.some(2)
 @pytest.mark.parametrize("lost", ["wide/c/2/0", "wide/zarr.json", "next/reward/c/1/0", "_row/step/c/0"])
 def test_queries_need_only_the_columns_that_they_name(sound: Path, tmp_path: Path, lost: str) -> None:
@@ -243,6 +249,7 @@ def test_a_line_says_what_is_rebuilt(sound: Path, tmp_path: Path, caplog: pytest
     assert verify(path) == []
 
 
+@pytest.mark.guarantee("damage/errors")
 def test_a_refused_opening_changes_nothing(sound: Path, tmp_path: Path) -> None:
     """But LOCK and STATE, which say who has tried."""
 

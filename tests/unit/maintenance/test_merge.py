@@ -61,6 +61,7 @@ def episodes_of(rb: Any) -> list[tuple[Any, ...]]:
     return rb.sql(query).fetchall()
 
 
+@pytest.mark.guarantee("keep/resize")
 @pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("fields", [None, SHARED])
@@ -181,6 +182,7 @@ def test_the_best_rows_of_two(tmp_path: Path) -> None:
 # -- what cannot be ----------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("keep/resize-whole")
 @pytest.mark.slow
 def test_stores_that_do_not_fit_together(tmp_path: Path) -> None:
     a = make(tmp_path / "a.exp", 0, 5)
@@ -277,6 +279,7 @@ def test_episodes_of_a_lost_source_get_no_source_of_another_store(tmp_path: Path
     assert found == [("a/arm", 7)] * 10 + [(name and f"b/{name}", rows) for name, rows in lost]
 
 
+@pytest.mark.guarantee("damage/copies")
 def test_wrong_bytes_are_not_copied(tmp_path: Path) -> None:
     first, second = (make(tmp_path / name, 0, 30, layout="flat") for name in ("a.exp", "b.exp"))
     flip(second / "columns/_row/time/c/0", 20 * 8, 1)

@@ -111,6 +111,7 @@ def check_store(path: Path, kept: list[int]) -> None:
     assert json.loads((path / "expstore.json").read_bytes())["gaps"] == []
 
 
+@pytest.mark.guarantee("damage/repair")
 def test_redundant_data_is_rebuilt_without_loss(store: Path) -> None:
     """zarr.json, shard indexes, the index, a page that was never written to."""
     (store / "columns/number/zarr.json").unlink()
@@ -133,6 +134,10 @@ def test_nothing_to_repair(store: Path) -> None:
     check_store(store, list(ALL))
 
 
+@pytest.mark.guarantee(
+    "damage/repair",
+    "`expstore repair` drops rows only with `--drop-damaged`, and then exactly the rows of damaged blocks.",
+)
 @pytest.mark.slow
 def test_a_damaged_block_is_left_unless_it_may_be_dropped(store: Path) -> None:
     flip(store / "columns/next/reward/c/0/0", 4 * 100, 5)
@@ -147,6 +152,7 @@ def test_a_damaged_block_is_left_unless_it_may_be_dropped(store: Path) -> None:
     check_store(store, list(range(7001, 9097)))
 
 
+@pytest.mark.guarantee("damage/repair")
 def test_rows_in_the_middle_go_and_their_neighbours_stay(store: Path) -> None:
     """Slots 4096 to 8191 hold ids 4097 to 8192, of which 7001 to 8192 can be read."""
     flip(store / "columns/wide/c/1/0", 40 * 3000, 5)
@@ -344,6 +350,7 @@ class _Meeting(Disk):
             self.refused += 1
 
 
+@pytest.mark.guarantee("damage/repair-again")
 def test_no_writer_opens_a_store_that_is_being_repaired(store: Path) -> None:
     flip(store / "episodes.log", 300, 0)
     disk = _Meeting(store)
@@ -354,6 +361,7 @@ def test_no_writer_opens_a_store_that_is_being_repaired(store: Path) -> None:
         assert len(rb) == CAPACITY
 
 
+@pytest.mark.guarantee("damage/repair-again")
 def test_a_store_that_was_opened_after_the_check_is_not_changed(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -418,11 +426,17 @@ def _several(path: Path) -> None:
     (path / "columns/number/zarr.json").unlink()
 
 
+@pytest.mark.guarantee(
+    "damage/repair-again",
+    "`expstore repair` can be killed and run again, and no other process can open the store for writing "
+    "meanwhile.",
+)
 @pytest.mark.slow
 def test_killed_in_the_middle_it_can_be_run_again(store: Path, count_cases: Callable[..., None]) -> None:
     assert kill_and_repair(store, _several, list(range(8193, 12_001)), range(1, 400, 13), count_cases) > 40
 
 
+@pytest.mark.guarantee("damage/repair-again")
 @pytest.mark.torture
 @pytest.mark.timeout(1200)
 def test_killed_before_every_act_it_can_be_run_again(store: Path, count_cases: Callable[..., None]) -> None:

@@ -241,6 +241,10 @@ def fill(path: Path, capacity: int | None, layout: str, **more: Any) -> None:
 SIZES = [(None, 150), (60, 90), (60, None), (60, 60), (90, 40), (None, 40)]
 
 
+@pytest.mark.guarantee(
+    "keep/resize",
+    "`resize` keeps rows, ids, episodes, facts, priorities and the next batches, and `merge` keeps all rows.",
+)
 @pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize(
@@ -285,6 +289,7 @@ def test_all_stays_as_it_was(tmp_path: Path, capacity: int | None, new: int | No
         assert rb.storage.capacity == capacity
 
 
+@pytest.mark.guarantee("keep/resize")
 @pytest.mark.parametrize("new", [200, None])
 def test_the_next_batches_are_those_that_would_have_come(tmp_path: Path, new: int | None) -> None:
     path = tmp_path / "run.exp"
@@ -459,6 +464,7 @@ def test_of_equal_rows_the_earlier_ones_are_kept(tmp_path: Path) -> None:
 # -- what cannot be ----------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("damage/copies")
 @pytest.mark.parametrize("best", [False, True])
 def test_wrong_bytes_are_not_copied(tmp_path: Path, best: bool) -> None:
     path = tmp_path / "run.exp"
@@ -473,6 +479,7 @@ def test_wrong_bytes_are_not_copied(tmp_path: Path, best: bool) -> None:
     assert [finding.column for finding in verify(path)] == ["level"]
 
 
+@pytest.mark.guarantee("keep/resize-whole")
 def test_refused_resizes_change_nothing(tmp_path: Path) -> None:
     path = tmp_path / "run.exp"
     fill(path, 60, "packed")

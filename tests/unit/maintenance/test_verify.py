@@ -171,6 +171,11 @@ def missed(store: Path, flips: int, seed: int) -> list[str]:
     return faults
 
 
+@pytest.mark.guarantee(
+    "damage/verify",
+    "`expstore verify` finds any single wrong bit in rows, metadata, journal and episodes, names its "
+    "place, and reports no damage after a kill.",
+)
 @pytest.mark.slow
 def test_every_single_bit_is_found(store: Path) -> None:
     """Payload, shard indexes, zarr.json, expstore.json, episodes.log, journal, checksums."""

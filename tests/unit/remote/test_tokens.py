@@ -62,6 +62,10 @@ def test_values_that_are_no_tokens(given: Any) -> None:
         Tokens(given, named=True)
 
 
+@pytest.mark.guarantee(
+    "access/hosts",
+    "A client sends its token only to hosts that the user names, or that are on this machine.",
+)
 def test_nothing_is_sent_to_hosts_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`connect` and `cluster show` refuse before the first request; also if the file changes later."""
 

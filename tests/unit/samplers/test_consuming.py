@@ -131,6 +131,7 @@ def test_every_row_that_is_left_has_the_same_chance() -> None:
     assert np.abs(others - 20_000 * 4 / (20 * 19)).max() < 5 * np.sqrt(20_000 * 4 / (20 * 19))
 
 
+@pytest.mark.guarantee("draw/count")
 @pytest.mark.parametrize("kind", ["memory", "zarr", "sync"])
 def test_a_row_that_takes_a_slot_begins_at_0(kind: str, tmp_path: Path) -> None:
     """Rows in the tail and rows of a long batch, ring by ring, and longer than the spare slots."""
@@ -465,6 +466,11 @@ def test_a_restart_continues_with_the_next_batch(capacity: int | None, end: str,
         assert len(again) == len(whole)
 
 
+@pytest.mark.guarantee(
+    "draw/count",
+    "Batches count when they are returned: prefetched ones do not, none comes twice, and "
+    "`ConsumingSampler` forgets none after a kill.",
+)
 @pytest.mark.slow
 def test_killed_at_any_moment_nothing_that_was_returned_is_forgotten(tmp_path: Path) -> None:
     """Batches are told through a pipe; the kill may come in the middle of one that nobody gets."""

@@ -218,6 +218,7 @@ def test_buffers_without_tensordict_keys_return_it_next_to_the_batch() -> None:
     assert rb.update_priority(info["index"], torch.ones(3)) == 3
 
 
+@pytest.mark.guarantee("draw/next")
 @pytest.mark.parametrize("capacity", [50, None])
 def test_a_restart_continues_with_the_next_batch(capacity: int | None, tmp_path: Path) -> None:
     """The tree that is made of all priorities draws as the one that has lived through them."""

@@ -111,6 +111,7 @@ def draw(rb: Any, found: dict[str, Any], rng: np.random.Generator) -> None:
         rb.update_priority(id=batch["id"], priority=rng.random(batch["id"].numel()) + 0.1)
 
 
+@pytest.mark.guarantee("draw/slices")
 @pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize(
@@ -168,6 +169,7 @@ def follow(path: Path, name: str, made: Any, over: Any, answers: Any) -> None:
     answers.put(found)
 
 
+@pytest.mark.guarantee("draw/slices")
 @pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize(

@@ -137,6 +137,7 @@ def reached(draw: Callable[[int], Any], batches: int = BATCHES) -> set[Slice]:
     return found
 
 
+@pytest.mark.guarantee("draw/slices")
 @pytest.mark.some(2)
 @pytest.mark.parametrize("by", ["trajectory", "start"])
 def test_all_slices_come_and_no_others(stream: Stream, by: str, store_path: Path) -> None:

@@ -85,6 +85,7 @@ def test_rows_from_before_are_not_new() -> None:
     assert [30, 31, 32] in slices(rb.sample(6))
 
 
+@pytest.mark.guarantee("draw/next")
 @pytest.mark.parametrize("end", ["close", "kill"])
 def test_returned_batches_do_not_repeat_after_a_restart(end: str, tmp_path: Path) -> None:
     def opened() -> Any:

@@ -138,6 +138,7 @@ def opened(path: Path, **keywords: Any) -> TensorDictReplayBuffer:
     return expstore.open(path, sampler=sampler, batch_size=7, seed=5, **keywords)
 
 
+@pytest.mark.guarantee("draw/next")
 @pytest.mark.some(2)
 @pytest.mark.parametrize("capacity", [50, 200, None])
 @pytest.mark.parametrize("end", ["close", "kill after flush", "kill"])

@@ -68,6 +68,7 @@ def test_values_come_back_as_they_were(data: st.DataObject) -> None:
     assert to_type(text).equals(column.type)
 
 
+@pytest.mark.guarantee("rows/refused")
 @pytest.mark.parametrize(
     ("values", "words"),
     [

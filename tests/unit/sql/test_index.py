@@ -1056,6 +1056,7 @@ def test_a_damaged_log_is_quarantined_with_its_file(path: Path, rng: np.random.G
     index.close()
 
 
+@pytest.mark.guarantee("damage/index")
 @pytest.mark.slow
 def test_one_flipped_bit_anywhere_gives_right_answers_or_a_rebuild(
     made: Path, rng: np.random.Generator

@@ -91,6 +91,7 @@ SAME = [
 ]
 
 
+@pytest.mark.guarantee("exchange/packed")
 @pytest.mark.some(2)
 @pytest.mark.parametrize("query", SAME)
 def test_answers_are_those_of_a_flat_store(store_path: Path, query: str) -> None:
@@ -146,6 +147,7 @@ def test_scalars_unpack_nothing(store_path: Path, unpacked: dict[str, int], quer
         assert sum(unpacked.values()) == 0
 
 
+@pytest.mark.guarantee("exchange/packed")
 def test_only_rows_that_pass_are_unpacked(store_path: Path, unpacked: dict[str, int]) -> None:
     with make(store_path) as rb:
         unpacked.clear()

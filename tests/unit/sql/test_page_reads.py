@@ -77,6 +77,11 @@ def touched(store: Path) -> tuple[int, int]:
     return len(files), kilobytes
 
 
+@pytest.mark.guarantee(
+    "exchange/packed",
+    "SQL reads no page of a packed field that it does not name, and decompresses only the rows that pass "
+    "its conditions.",
+)
 @pytest.mark.some(1)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("mode", ["a", "r"])

@@ -87,6 +87,11 @@ acts = st.one_of(
 )
 
 
+@pytest.mark.guarantee(
+    "rows/variable",
+    "Texts, lists and tensors of any shape are read back unchanged after rings that wrap, reopenings, "
+    "kills and power cuts.",
+)
 @pytest.mark.slow
 @share(0.4, of=20, deadline=None)
 @given(
@@ -155,6 +160,7 @@ test_rows_against_a_model_in_full = pytest.mark.torture(in_full(test_rows_agains
 # Segments.
 
 
+@pytest.mark.guarantee("exchange/readers")
 def test_segments_can_be_read_by_any_program_open_or_sealed(
     tmp_path: Path, tiny: None, compression: Any
 ) -> None:
@@ -170,6 +176,7 @@ def test_segments_can_be_read_by_any_program_open_or_sealed(
     assert sum(map(rows_in, segments(tmp_path / "a.exp"))) == 157
 
 
+@pytest.mark.guarantee("rows/variable")
 def test_segments_whose_rows_have_left_a_ring_go_after_the_mark(
     tmp_path: Path, tiny: None, monkeypatch: Any
 ) -> None:
@@ -297,6 +304,7 @@ def leave(storage: ArrowStorage, tmp_path: Path) -> Path:
 LEFT = [(1,), (3, 2, 1), (20,), (1, 30, 1), (30, 1, 1), (1, 1, 200)]
 
 
+@pytest.mark.guarantee("rows/variable")
 @pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("counts", "durability"),
@@ -329,6 +337,7 @@ def test_returned_rows_survive_without_close(
     storage.close()
 
 
+@pytest.mark.guarantee("rows/variable")
 @pytest.mark.some(2)
 @pytest.mark.parametrize("lost", [1, 3, 8])
 def test_rows_that_were_never_published_are_cut(tmp_path: Path, tiny: None, lost: int) -> None:

@@ -128,6 +128,7 @@ def test_a_closed_follower_says_so(follow: TensorDictReplayBuffer) -> None:
             act()
 
 
+@pytest.mark.guarantee("process/readers")
 def test_nothing_is_written(closed: Path) -> None:
     (closed / "index.duckdb").unlink()
     before = contents(closed)
@@ -259,6 +260,7 @@ def test_shards_are_as_long_as_zarr_json_says(store_path: Path, monkeypatch: pyt
         expstore.open(store_path)
 
 
+@pytest.mark.guarantee("damage/rest", 'What is not damaged can be read with `mode="r"` and queried.')
 @pytest.mark.parametrize("damage", ["missing", "short", "long"])
 def test_a_damaged_shard_is_refused_and_the_rest_is_read(
     store_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
@@ -287,6 +289,7 @@ def test_a_damaged_shard_is_refused_and_the_rest_is_read(
         assert np.concatenate(rb.storage.views([1], 4000, 97)[0])[:, 0].tolist() == list(range(3999, 4096))
 
 
+@pytest.mark.guarantee("damage/rest")
 def test_damaged_metadata_of_a_column_leave_the_others_readable(closed: Path) -> None:
     (closed / "columns" / "wide" / "zarr.json").write_text("{")
     with expstore.open(closed, mode="r") as rb:

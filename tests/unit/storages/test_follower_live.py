@@ -118,6 +118,11 @@ def test_a_row_that_comes_alone_shows_when_it_is_in_the_columns(
             same_answers(rb, seen)
 
 
+@pytest.mark.guarantee(
+    "process/readers",
+    "A reader takes no lock, writes nothing, and sees rows when the `extend` that wrote them returned, "
+    "small batches 0.1 s later.",
+)
 @pytest.mark.parametrize(("count", "width", "later"), [(8, 1, True), (9, 1, False), (2, 2100, False)])
 def test_small_batches_show_when_they_are_in_the_columns(
     store_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, width: int, later: bool
@@ -137,6 +142,7 @@ def test_small_batches_show_when_they_are_in_the_columns(
             assert len(seen) == 20 + count
 
 
+@pytest.mark.guarantee("process/readers")
 def test_small_batches_show_by_themselves(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drained, inner = threading.Event(), Store.drain
 
@@ -267,6 +273,7 @@ def test_changes_follow(pair: tuple[TensorDictReplayBuffer, TensorDictReplayBuff
 # What is not.
 
 
+@pytest.mark.guarantee("process/readers")
 @pytest.mark.slow
 def test_rows_in_change_are_waited_for(
     pair: tuple[TensorDictReplayBuffer, TensorDictReplayBuffer], monkeypatch: pytest.MonkeyPatch
@@ -299,6 +306,7 @@ def test_a_change_that_failed_is_not_visible(
     assert seen[4]["a"] == 1000
 
 
+@pytest.mark.guarantee("process/readers")
 @pytest.mark.parametrize("moves", [3, 200])
 def test_a_sample_that_is_overtaken_is_drawn_again(
     pair: tuple[TensorDictReplayBuffer, TensorDictReplayBuffer], monkeypatch: pytest.MonkeyPatch, moves: int
@@ -410,6 +418,11 @@ def write_and_die(path: Path) -> None:
         rb.add(rows(1, number)[0])
 
 
+@pytest.mark.guarantee(
+    "kill/readers",
+    "A reader sees every row of calls that returned in a killed writer, and after a power cut what the "
+    "next writer will find.",
+)
 @pytest.mark.some(1)
 @pytest.mark.parametrize("early", [False, True])
 def test_a_killed_writer_leaves_every_row(store_path: Path, early: bool) -> None:
@@ -464,6 +477,7 @@ def test_a_change_that_was_recorded_shows_whole(store_path: Path, early: bool) -
     seen.close()
 
 
+@pytest.mark.guarantee("kill/readers")
 def test_after_a_power_cut_rows_must_prove_themselves(
     store_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -487,6 +501,7 @@ def test_after_a_power_cut_rows_must_prove_themselves(
         assert "2 unfinished writes dropped" in seen.recovered
 
 
+@pytest.mark.guarantee("kill/readers")
 def test_after_a_power_cut_new_rows_have_their_first_priority(
     store_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -686,6 +701,7 @@ def test_streams_are_apart() -> None:
     assert draw(3, -1) == draw(3, 2**64 - 1)
 
 
+@pytest.mark.guarantee("process/forks")
 def test_a_pickled_buffer_follows(pair: tuple[TensorDictReplayBuffer, TensorDictReplayBuffer]) -> None:
     rb, seen = pair
     for original in (rb, seen):
@@ -706,6 +722,7 @@ def test_a_pickled_buffer_follows(pair: tuple[TensorDictReplayBuffer, TensorDict
         unused.sample()
 
 
+@pytest.mark.guarantee("process/forks")
 def test_a_fork_sees_what_the_parent_writes_later(
     pair: tuple[TensorDictReplayBuffer, TensorDictReplayBuffer],
 ) -> None:

@@ -28,6 +28,7 @@ def run(answers: Any, name: str, work: Callable[..., Any], *arguments: Any) -> N
         answers.put((name, {"wrong": repr(exc)}))
 
 
+@pytest.mark.guarantee("draw/whole")
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [3.0, pytest.param(30.0, marks=pytest.mark.torture)])
 def test_followers_read_while_a_writer_writes(store_path: Path, seconds: float) -> None:

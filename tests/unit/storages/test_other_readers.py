@@ -200,6 +200,11 @@ def test_an_analyst_who_holds_the_index_does_not_stop_the_writer(store_path: Pat
         assert rb.sql("SELECT count(*), sum(live_rows)::INT FROM episodes").fetchall() == [(6, 43)]
 
 
+@pytest.mark.guarantee(
+    "exchange/readers",
+    "zarr-python and TensorStore read the columns of a store; pyarrow, DuckDB, pandas and polars its "
+    "exports.",
+)
 @pytest.mark.slow
 @pytest.mark.some(2)
 @pytest.mark.parametrize(

@@ -542,6 +542,11 @@ def calm(act: str, path: Path) -> None:
     pass
 
 
+@pytest.mark.guarantee(
+    "disk/fsync",
+    "A failed fsync is never retried: the buffer can only be read and closed, and the next opening writes"
+    " the unsynced data again.",
+)
 def test_a_failed_sync_poisons_the_handle(tmp_path: Path) -> None:
     storage, disk = faulty_storage(tmp_path / "run.exp")
     put(storage, 20)
@@ -587,6 +592,11 @@ def test_only_who_reads_rows_that_are_kept_back_has_them_written(
     storage.close()
 
 
+@pytest.mark.guarantee(
+    "disk/full",
+    "A full disk leaves the store as it was; with `min_free_bytes`, an `extend` is refused before the "
+    "disk is full.",
+)
 @pytest.mark.parametrize("count", [3, 40])
 @pytest.mark.parametrize("where", ["columns", "journal"])
 def test_a_full_disk_leaves_the_store_as_it_was(tmp_path: Path, where: str, count: int) -> None:
@@ -609,6 +619,7 @@ def test_a_full_disk_leaves_the_store_as_it_was(tmp_path: Path, where: str, coun
     with_reopened(tmp_path / "run.exp", lambda again: check(again, window_ids(again)), size=50)
 
 
+@pytest.mark.guarantee("kill/whole")
 @pytest.mark.parametrize("count", [1, 30])
 @pytest.mark.parametrize("times", [1, 3])
 def test_an_interrupted_publish_is_taken_from_the_journal(
@@ -862,6 +873,7 @@ def test_a_child_never_writes_rows_that_were_kept_back(
 # Threads.
 
 
+@pytest.mark.guarantee("draw/whole")
 @pytest.mark.some(1)
 def test_samples_are_never_torn_while_the_ring_wraps(
     make: Callable[..., Storage], monkeypatch: pytest.MonkeyPatch

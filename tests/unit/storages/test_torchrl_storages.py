@@ -613,6 +613,7 @@ def test_torchrls_fault_missing_key(kind: Callable[..., Storage]) -> None:
     rb.close()
 
 
+@pytest.mark.guarantee("exchange/safe")
 def test_torchrls_fault_pickle_in_loads(tmp_path: Path) -> None:
     """TorchRL unpickles a file of the folder before it looks at anything: whoever put it there runs code."""
     rb = filled(LazyTensorStorage(10))

@@ -126,6 +126,11 @@ DRAWS = {
 }
 
 
+@pytest.mark.guarantee(
+    "rows/window",
+    "Samplers draw from a window as from a ring of the same size; SQL, trajectories, versions and exports"
+    " see all rows.",
+)
 @pytest.mark.parametrize("name", DRAWS)
 def test_samplers_draw_as_from_a_ring_of_the_same_size(make: Make, name: str) -> None:
     sampler, length = DRAWS[name]
@@ -254,6 +259,7 @@ def test_len_indices_and_iteration_keep_to_the_window(make: Make, window: int) -
     assert set(rb.sample(200)["index"].tolist()) <= set(range(max(0, ROWS - window + 1), ROWS + 1))
 
 
+@pytest.mark.guarantee("rows/window")
 def test_everything_else_sees_all_rows(make: Make, tmp_path: Path) -> None:
     rb = fill(make(window=WINDOW, sampler="prioritized"))
     assert rb.sql("SELECT count(*), min(_id) FROM transitions").fetchall() == [(ROWS, 1)]
@@ -298,6 +304,7 @@ def test_priorities_of_rows_outside_are_ignored(make: Make) -> None:
     assert rb.sql("SELECT count(*) FROM transitions WHERE _priority <> 1").fetchall() == [(1,)]
 
 
+@pytest.mark.guarantee("rows/window")
 def test_rows_come_back_with_their_priorities(make: Make, tmp_path: Path) -> None:
     """The window moves over many pages of priorities, whose values stay in the column."""
     rb = make(window=100, sampler="prioritized")
@@ -502,6 +509,7 @@ def _write_and_wait(path: Path, ready: Any) -> None:
     signal.pause()
 
 
+@pytest.mark.guarantee("rows/window")
 @pytest.mark.parametrize("power", [False, True])
 def test_a_killed_writer_keeps_the_window(make: Make, tmp_path: Path, power: bool) -> None:
     context = multiprocessing.get_context("spawn")

@@ -117,6 +117,7 @@ def test_rows_that_are_trajectories_are_cropped() -> None:
     assert rb[:5].shape == (5, 3)
 
 
+@pytest.mark.guarantee("draw/next")
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_stretches_follow_from_the_draw(tmp_path: Path, prefetch: int) -> None:
     def samples(rb: Any, count: int) -> list[list[list[int]]]:

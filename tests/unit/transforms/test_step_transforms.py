@@ -654,6 +654,7 @@ def check_numbered(batch: Any) -> float:
     return float(step.max())
 
 
+@pytest.mark.guarantee("draw/whole")
 def test_a_follower_reads_while_a_writer_overwrites(tmp_path: Path) -> None:
     path = tmp_path / "run.exp"
     with expstore.open(path, capacity=60, seed=2) as rb:
@@ -675,6 +676,7 @@ def test_a_follower_reads_while_a_writer_overwrites(tmp_path: Path) -> None:
         os.waitpid(child, 0)
 
 
+@pytest.mark.guarantee("draw/whole")
 @pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("prefetch", [0, 2])

@@ -341,6 +341,7 @@ def _killed(work: Callable[[], None]) -> None:
     assert os.WIFSIGNALED(status)
 
 
+@pytest.mark.guarantee("kill/best")
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_kill_leaves_rows_with_their_priorities(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool

@@ -244,12 +244,14 @@ def aimed(sql: str, ground: dict[str, str]) -> str:
     return sql.format(**ground) if "{" in sql else sql
 
 
+@pytest.mark.guarantee("access/sql")
 @pytest.mark.parametrize("number", range(len(REFUSED)))
 def test_harmful_sql_is_refused(strict: SqlWorker, ground: dict[str, str], number: int) -> None:
     assert outcome(strict, aimed(REFUSED[number], ground)) in {"query", "too_long"}
     assert table(strict.query("SELECT 42 AS a")).to_pylist() == [{"a": 42}]
 
 
+@pytest.mark.guarantee("access/sql")
 @pytest.mark.some(25)
 @pytest.mark.parametrize("number", range(len(CONTAINED)))
 def test_harmful_sql_is_contained(strict: SqlWorker, ground: dict[str, str], number: int) -> None:
@@ -270,6 +272,10 @@ def test_endless_queries_are_ended(strict: SqlWorker, sql: str) -> None:
     assert table(strict.query("SELECT count(*) AS n FROM transitions")).to_pylist() == [{"n": ROWS}]
 
 
+@pytest.mark.guarantee(
+    "access/sql-limits",
+    "Untrusted SQL has a deadline and bounded memory, and the death of its process affects no other request.",
+)
 @pytest.mark.slow
 def test_the_deadline_kills_and_says_so(store: Path) -> None:
     with SqlWorker(store, limits=SqlLimits(seconds=0.5)) as worker:
@@ -284,6 +290,7 @@ def test_the_deadline_kills_and_says_so(store: Path) -> None:
         assert [pid for pid in before["pids"] if gone(pid)]
 
 
+@pytest.mark.guarantee("access/sql-limits")
 def test_a_death_is_contained(strict: SqlWorker) -> None:
     before = strict.stats()["died"]
     with ThreadPoolExecutor(1) as pool:
@@ -361,11 +368,13 @@ def fuzz(store: Path, ground: dict[str, str], count: int, seed: int) -> dict[str
     return kinds
 
 
+@pytest.mark.guarantee("access/sql")
 @pytest.mark.slow
 def test_functions_with_any_arguments(store: Path, ground: dict[str, str]) -> None:
     assert sum(fuzz(store, ground, 300, seed=7).values()) == 300
 
 
+@pytest.mark.guarantee("access/sql")
 @pytest.mark.torture
 @pytest.mark.timeout(3600)
 def test_all_functions_with_any_arguments(
@@ -407,6 +416,7 @@ print(json.dumps({"kinds": kinds, "peak": peak, "loaded": loaded}))
 """
 
 
+@pytest.mark.guarantee("access/sql-limits")
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux bounds what a process keeps in memory")
 def test_memory_is_bounded(store: Path) -> None:
@@ -471,6 +481,11 @@ print(json.dumps({
 """
 
 
+@pytest.mark.guarantee(
+    "access/sql",
+    "Untrusted SQL can read this store and nothing else: no file, network or process; if the system "
+    "cannot enforce that, the server says so.",
+)
 @pytest.mark.skipif(
     sys.platform != "linux" or int(os.uname().release.split(".")[0]) < 6, reason="Landlock is Linux's"
 )
@@ -492,6 +507,7 @@ def test_whether_files_are_protected_is_reported(worker: SqlWorker) -> None:
     assert "threads" not in said
 
 
+@pytest.mark.guarantee("access/sql")
 def test_missing_landlock_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(confine, "_prctl", lambda option, value: None)
     monkeypatch.setattr(confine, "_CREATE", 100_000)

@@ -182,6 +182,7 @@ ACTS = st.one_of(
 )
 
 
+@pytest.mark.guarantee("rows/bits")
 @pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(

@@ -103,6 +103,7 @@ def test_a_batch_longer_than_the_spare(tmp_path: Path) -> None:
             assert len(found) >= min(first, 50)
 
 
+@pytest.mark.guarantee("rows/bits")
 @pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize(
@@ -194,6 +195,7 @@ def test_verify_names_the_rows_that_lie_with_damaged_ones_and_repair_costs_these
         assert numbers_in(rb) == sorted(set(range(120, 180)) - named)
 
 
+@pytest.mark.guarantee("damage/repair")
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [4, pytest.param(12, marks=pytest.mark.torture)])
 def test_a_repair_costs_the_rows_that_were_named_and_no_others(
@@ -261,6 +263,7 @@ def test_a_field_that_shares_can_be_dropped_but_not_its_source(tmp_path: Path) -
         assert torch.equal(rb[:]["next", "frame"], half_noise_frames(after(rb[:]["number"])))
 
 
+@pytest.mark.guarantee("rows/bits")
 def test_rows_that_stay_outlive_those_with_which_they_lie(tmp_path: Path) -> None:
     """Next rows that have left stay as long as others, even later ones, may lie there."""
     length = 24

@@ -44,6 +44,11 @@ WRITES: dict[str, Callable[[TensorDictReplayBuffer], Any]] = {
 }
 
 
+@pytest.mark.guarantee(
+    "process/folders",
+    "A store whose folder was deleted, moved or replaced says so within a second or two of a write, and "
+    "writes to no other store.",
+)
 @pytest.mark.parametrize("write", WRITES)
 def test_the_next_write_after_a_deletion_says_so(
     write: str, rb: TensorDictReplayBuffer, store_path: Path
@@ -59,6 +64,7 @@ def test_the_next_write_after_a_deletion_says_so(
     assert not store_path.exists()
 
 
+@pytest.mark.guarantee("process/folders")
 def test_rows_follow_a_folder_that_is_moved_until_a_checkpoint_says_so(
     rb: TensorDictReplayBuffer, store_path: Path
 ) -> None:
@@ -74,6 +80,7 @@ def test_rows_follow_a_folder_that_is_moved_until_a_checkpoint_says_so(
         assert moved[:]["x"].tolist() == [*range(6), *range(3)]
 
 
+@pytest.mark.guarantee("process/folders")
 def test_a_store_that_takes_the_place_of_another_is_not_written_to(
     rb: TensorDictReplayBuffer, store_path: Path
 ) -> None:

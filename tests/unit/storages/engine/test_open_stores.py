@@ -187,6 +187,7 @@ def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[threadi
     go_on.set()
 
 
+@pytest.mark.guarantee("process/turns")
 def test_a_sync_that_hangs_delays_no_other_store(
     tmp_path: Path, hanging: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:

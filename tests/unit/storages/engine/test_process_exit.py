@@ -75,6 +75,7 @@ def run(path: Path, program: str, *, stop: int | None = None, twice: bool = Fals
 # -- forgotten -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("kill/end")
 def test_a_forgotten_buffer_closes(store_path: Path, make_batch: MakeBatch) -> None:
     rb = expstore.open(store_path, capacity=100)
     rb.extend(make_batch(20))
@@ -193,6 +194,7 @@ def test_a_storage_outlives_a_buffer_over_it(store_path: Path, make_batch: MakeB
 # -- the end of the program ------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("kill/end")
 def test_the_end_of_the_program_closes_what_is_open(store_path: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.exp"
     code, _, err = run(
@@ -265,6 +267,10 @@ while True: time.sleep(0.01)
 """
 
 
+@pytest.mark.guarantee(
+    "kill/end",
+    "SIGTERM, the end of the program and dropping the last reference to a buffer close its store.",
+)
 def test_sigterm_flushes_and_is_died_of(store_path: Path) -> None:
     code, said, err = run(store_path, WAIT.format(more=""), stop=signal.SIGTERM)
     assert (code, said, err) == (-signal.SIGTERM, "ready\nunsynced 0\n", "")

@@ -108,6 +108,10 @@ def first_life(path: Path, stop: str, asked: str, tell: Callable[[Any], None]) -
     tell(None)
 
 
+@pytest.mark.guarantee(
+    "damage/index",
+    "The index is derived: whatever is wrong with it, it is rebuilt and gives the same answers.",
+)
 @pytest.mark.some(1)
 @pytest.mark.parametrize("asked", ["never", "early", "late"])
 @pytest.mark.parametrize("stop", ["close", "flush", "kill"])
@@ -313,6 +317,7 @@ def test_truncated_trajectories_take_no_rows_after_a_restart(store_path: Path) -
 # Draws, priorities, shards.
 
 
+@pytest.mark.guarantee("draw/next")
 @pytest.mark.slow
 def test_batches_continue_after_any_stop(store_path: Path) -> None:
     expected = 0
@@ -456,6 +461,7 @@ def fail_reopening(
                 rb.flush()
 
 
+@pytest.mark.guarantee("draw/count")
 @pytest.mark.parametrize("step", STEPS)
 def test_a_reopening_that_fails_takes_back_no_draw(
     store_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
@@ -484,6 +490,7 @@ def test_a_reopening_that_fails_takes_back_no_draw(
         assert kept() == (4, (1, 16, 0, 40), (16, settings))
 
 
+@pytest.mark.guarantee("draw/count")
 @pytest.mark.parametrize("given", [False, True], ids=["seed", "generator"])
 def test_batches_of_another_thread_never_come_twice_though_a_reopening_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: bool

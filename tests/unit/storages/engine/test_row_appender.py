@@ -189,6 +189,7 @@ def test_several_rows_are_whole_or_absent_wherever_they_are_cut_off(
     assert verify(tmp_path / "a.exp") == []
 
 
+@pytest.mark.guarantee("kill/whole")
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_row_is_whole_or_absent_wherever_it_is_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: str

@@ -83,6 +83,7 @@ def lose_columns(store: Path, other: Path) -> Path:
     return other
 
 
+@pytest.mark.guarantee("power/sync-mode")
 @pytest.mark.parametrize("rows", [1, 8, 9, 300, 1000])
 def test_an_extend_is_one_fsync_of_the_journal(
     open_store: Callable[..., TensorDictReplayBuffer], disk: Watching, make_batch: MakeBatch, rows: int
@@ -109,6 +110,7 @@ def test_the_other_mode_does_not_sync(
     assert rb.stats()["durability"] == "process"
 
 
+@pytest.mark.guarantee("power/sync-mode")
 def test_no_row_is_visible_before_it_is_on_the_disk(
     open_store: Callable[..., TensorDictReplayBuffer], disk: Watching, make_batch: MakeBatch
 ) -> None:
@@ -227,6 +229,7 @@ def test_names_of_new_files_are_on_the_disk_before_the_record(
         assert disk.synced[-1] == "journal/000001"
 
 
+@pytest.mark.guarantee("power/sync-mode")
 def test_rows_of_an_incomplete_chunk_are_kept_until_its_shard_is_synced(
     store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -366,6 +369,7 @@ def test_two_threads_that_sync_at_once_both_get_the_error(
     assert len(rb) == 5
 
 
+@pytest.mark.guarantee("power/durable")
 @pytest.mark.slow
 def test_changes_in_place_and_deletions_are_durable(
     open_store: Callable[..., TensorDictReplayBuffer],

@@ -98,6 +98,11 @@ def test_it_is_read(store: tuple[Path, int]) -> None:
     assert verify(folder / "run.exp") == []
 
 
+@pytest.mark.guarantee(
+    "rows/formats",
+    "A store of an older format is read, extended and verified; a store of a newer format is refused and "
+    "remains unchanged.",
+)
 @pytest.mark.slow
 @pytest.mark.some(1)
 def test_it_continues(store: tuple[Path, int]) -> None:
@@ -149,6 +154,7 @@ def test_its_idempotency_keys_are_known(store: tuple[Path, int], monkeypatch: py
             assert rb.write_count == ROWS
 
 
+@pytest.mark.guarantee("rows/formats")
 def test_a_newer_format_is_refused(store: tuple[Path, int], monkeypatch: pytest.MonkeyPatch) -> None:
     path = store[0] / "run.exp"
     kept = Manifest.load(Disk(), path)

@@ -277,6 +277,7 @@ def test_nothing_asked_is_as_stored() -> None:
     assert ColumnLayout(**json.loads(json.dumps(asked.to_json()))) == asked
 
 
+@pytest.mark.guarantee("rows/refused")
 def test_packed_rows_stay_as_they_are(tmp_path: Path) -> None:
     """Nothing is written by a change that is refused; fields that are flat can be changed."""
     with expstore.open(tmp_path / "run.exp", capacity=100, seed=0) as rb:
@@ -302,6 +303,7 @@ def test_the_best_rows_are_flat(tmp_path: Path) -> None:
     assert packed_fields(tmp_path / "run.exp") == set()
 
 
+@pytest.mark.guarantee("rows/refused")
 def test_the_best_rows_are_not_packed(tmp_path: Path) -> None:
     writer = TensorDictMaxValueWriter("action")
     with (

@@ -174,6 +174,7 @@ FORGED: list[tuple[str, object]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.guarantee("exchange/bounded")
 @pytest.mark.parametrize(("name", "value"), FORGED)
 def test_forged_values(tmp_path: Path, name: str, value: object) -> None:
     _forge(tmp_path, **{name: value})

@@ -111,6 +111,7 @@ def brought_with(path: Path, count: int) -> KeyFile:
     return keys
 
 
+@pytest.mark.guarantee("power/keys")
 @pytest.mark.parametrize("count", [4, 9, 14, 20])
 def test_keys_of_rows_that_are_lost_never_count_again(path: Path, count: int) -> None:
     brought_with(path, count).close()

@@ -82,6 +82,10 @@ def priorities(rb: ReplayBuffer) -> list[float]:
 # -- what a version is -----------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee(
+    "version/moment",
+    "A version is the store as it was at one moment, although other threads read and write.",
+)
 @pytest.mark.some(2)
 @pytest.mark.parametrize("capacity", [None, 20_000, 5000])
 def test_a_version_is_the_store_as_it_was(
@@ -325,6 +329,7 @@ def test_a_store_keeps_its_own_tagged_versions(store_path: Path, make_batch: Mak
         assert [v.tag for v in expstore.versions(store_path)] == ["start"]
 
 
+@pytest.mark.guarantee("version/whole")
 def test_so_many_are_kept_and_tagged_ones_always(store_path: Path, place: Path, make_batch: Make) -> None:
     with expstore.open(store_path) as rb:
         rb.extend(make_batch(3))
@@ -408,6 +413,7 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return event
 
 
+@pytest.mark.guarantee("version/moment")
 def test_overwriting_uncopied_rows_waits(
     store_path: Path, place: Path, make_batch: Make, waiting: threading.Event
 ) -> None:
@@ -460,6 +466,7 @@ def test_a_change_in_place_waits(
     rb.close()
 
 
+@pytest.mark.guarantee("version/moment")
 @pytest.mark.slow
 def test_versions_of_a_store_in_use(store_path: Path, place: Path, make_batch: Make) -> None:
     """One writes, one samples, versions are made: every version is a run of rows as they were written."""
@@ -551,6 +558,7 @@ def test_other_samplers_continue_as_well(
         new.close()
 
 
+@pytest.mark.guarantee("version/loads")
 @pytest.mark.slow
 def test_ids_and_episodes_continue_above_both(
     store_path: Path, place: Path, tmp_path: Path, make_batch: Make
@@ -837,6 +845,11 @@ def test_versions_with_packed_and_flat_fields_are_sound(
     assert [finding.kind for finding in verify(place / "v0001")] == ["metadata"]
 
 
+@pytest.mark.guarantee(
+    "damage/copies",
+    "`loads`, `pull`, `resize` and `merge` of closed stores never copy a row whose bytes do not have "
+    "their checksum.",
+)
 @pytest.mark.parametrize(
     ("name", "at"), [("columns/action/c.0", 100), ("columns/_row/episode/c.0", 0), ("checksums", 4100)]
 )
@@ -864,6 +877,7 @@ def test_a_version_with_wrong_bytes_is_not_restored(
         rb.loads(place)
 
 
+@pytest.mark.guarantee("damage/copies")
 def test_wrong_bytes_of_a_store_get_into_no_version(store_path: Path, place: Path, make_batch: Make) -> None:
     with expstore.open(store_path, layout="flat") as rb:
         rb.extend(make_batch(9000))

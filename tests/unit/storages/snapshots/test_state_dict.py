@@ -70,6 +70,11 @@ def picture(storage: Storage) -> tuple[Any, ...]:
     )
 
 
+@pytest.mark.guarantee(
+    "version/state",
+    "The `state_dict` of a storage in RAM contains all of it and shares nothing; a damaged or foreign "
+    "state changes nothing.",
+)
 @pytest.mark.some(2)
 @pytest.mark.parametrize("target", KINDS)
 @pytest.mark.parametrize("source", KINDS)
@@ -104,6 +109,7 @@ def test_everything_continues_after_a_load(
     np.testing.assert_array_equal(first[:]["a"], second[:]["a"])
 
 
+@pytest.mark.guarantee("version/state")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sampler", [lambda: SamplerWithoutReplacement(), lambda: ConsumingSampler(3)])
 def test_samplers_continue(make: Callable[..., Storage], kind: Any, sampler: Callable[[], Any]) -> None:
@@ -117,6 +123,7 @@ def test_samplers_continue(make: Callable[..., Storage], kind: Any, sampler: Cal
         assert first.sample()["a"].tolist() == second.sample()["a"].tolist()
 
 
+@pytest.mark.guarantee("version/state")
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_shared(make: Callable[..., Storage], kind: Any) -> None:
     first, second = make(kind, 10), make(kind, 10)
@@ -210,6 +217,7 @@ def test_a_store_on_disk_keeps_its_rows(make: Callable[..., Storage], tmp_path: 
         assert follower.storage.state_dict() == state
 
 
+@pytest.mark.guarantee("version/state")
 def test_invalid_states_are_refused(make: Callable[..., Storage]) -> None:
     storage = make(LazyTensorStorage, 10)
     ReplayBuffer(storage=storage).extend(batch(5))

@@ -425,6 +425,7 @@ def test_synced_rows_are_kept_until_the_next_sync(tmp_path: Path) -> None:
     partial.close()
 
 
+@pytest.mark.guarantee("power/sync-mode")
 def test_an_opening_keeps_rows_that_were_synced_without_a_checkpoint(tmp_path: Path) -> None:
     life = Life(tmp_path, 48, Packing("lz4hc", 4, 8), 16)
     life.extend(6)
@@ -496,6 +497,7 @@ def numbered(first: int, count: int) -> Any:
     return np.random.default_rng(1).integers(0, 256, (first + count, WIDTH)).astype(np.uint8)[first:]
 
 
+@pytest.mark.guarantee("rows/bits")
 @pytest.mark.parametrize("slots", [None, 48])
 def test_rows_that_could_not_be_written_come_once_more(tmp_path: Path, slots: int | None) -> None:
     """Those of them that are there stay as they are, in memory and in the files, wherever it failed."""
@@ -542,6 +544,7 @@ class FailingRenames(Disk):
         raise StorageError("No space left on device")
 
 
+@pytest.mark.guarantee("rows/bits")
 @pytest.mark.parametrize("done", [False, True])
 def test_shards_that_could_not_be_renamed_are_renamed_by_the_next_checkpoint(
     tmp_path: Path, done: bool
@@ -567,6 +570,7 @@ def test_shards_that_could_not_be_renamed_are_renamed_by_the_next_checkpoint(
         column.close()
 
 
+@pytest.mark.guarantee("rows/bits")
 @pytest.mark.parametrize("laps", [[0], [9, 10]])
 def test_unnamed_shards_of_former_laps_replace_no_newer_ones(tmp_path: Path, laps: list[int]) -> None:
     """They are there if renames failed, and the writer was killed then."""
@@ -599,6 +603,7 @@ def test_other_rows_in_the_places_of_some_are_refused(tmp_path: Path) -> None:
     column.close()
 
 
+@pytest.mark.guarantee("rows/bits")
 @pytest.mark.parametrize("last", [13, 14, 15])
 def test_a_reader_of_a_truncated_chunk_keeps_its_rows(tmp_path: Path, last: int) -> None:
     """An opening drops rows that were never published; others may be reading those before them."""
