@@ -1,4 +1,4 @@
-"""GUARANTEES.md: what expstore promises. Each promise is a mark on a test that would fail if it were not true.
+"""GUARANTEES.md: the promises of expstore, each of which is a mark on a test that fails if it is broken.
 
     @pytest.mark.guarantee("kill/rows", "`kill -9` at any moment loses no row of ...")
     @pytest.mark.guarantee("kill/rows")
@@ -13,7 +13,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from tests.support.paths import ROOT
 
@@ -35,39 +34,8 @@ SECTIONS = {
     "cluster": "Several stores as one",
     "access": "Clients that are not trusted",
 }
-HEAD = """\
-# Guarantees
-
-*Returned* means that the call has returned. *Synced* means that a `flush` or `close` has returned, or that the background thread has
-synced, which it does about once a second and before half of the spare slots are used; `rb.stats()["unsynced_rows"]` counts the rows
-that are not synced yet. [The tests](#the-tests) of each promise are at the end of the page, by its number.
-
-## What is not promised
-
-- An `extend` longer than the spare slots (`rb.stats()["spare"]`, at least an eighth of the capacity) drops the oldest rows before
-  it writes. If the process or the machine dies before it returns, these rows are lost and the new ones do not exist. This is the
-  one exception to "nothing that returned is lost". Meanwhile samples are drawn from the remaining rows; an `extend` of capacity +
-  spare rows or more leaves none, and `sample` then raises `NotReadyError`.
-- An `extend` that both fills a store of the best rows and replaces rows may be half done, between these two steps.
-- Priorities set in the last 0.1 s may be lost if the process dies, and priorities set since the last sync after a power cut.
-  Priorities have no checksum.
-- The counts of `ConsumingSampler` since the last sync may be lost after a power cut; a kill during `sample` may count a batch
-  that was not returned.
-- Batches with `where=` or `weight=` may miss the newest rows for some tenths of a second while rows are written and right after a
-  restart, without `rb.refresh()`.
-- Rows that are written within a millisecond of the last look may be acknowledged although their folder was deleted.
-- After a power cut, ids above the last surviving row are used again for other rows. After a power cut during `loads`, a store must
-  be opened for writing before it can be read.
-- If another program truncates a file of the store *while it is in use*, the process dies (SIGBUS), like every program that maps
-  files.
-- A copy made with `cp` or `rsync` while a process writes is not a store; `rb.dumps()` makes one.
-- A network mount of unknown type may pass the trial of locks and maps and still lose synced data. Keep stores on local disks.
-- SIGTERM is like `kill -9` if the program has its own handler or the disk hangs.
-- A disk may report data as synced that is not, such as consumer drives with broken caches.
-- `sample` does not find damage of single bits; `expstore verify` and the checks of an opening after a crash do.
-- Answers that clients read slowly stay in the server's memory for up to sixteen times `answer_seconds`; then they are dropped.
-- Changes that DuckDB's own programs make to `index.duckdb` are not kept.
-"""
+#: What is above this line of the page is written by hand.
+_BEGIN = "<!-- python -m tests.support.guarantees writes what follows -->\n"
 
 
 @dataclass
@@ -108,16 +76,19 @@ def collect_promises(sources: Mapping[str, str]) -> dict[str, Promise]:
 
 def _read_marks(text: str) -> Iterator[tuple[str, str, str]]:
     """Yield the name of the test, the key and the sentence or "" of each mark of a module."""
-    for node in ast.parse(text).body:
-        for mark in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
+    for test in ast.parse(text).body:
+        if not isinstance(test, ast.FunctionDef):
+            continue
+        for mark in test.decorator_list:
             if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.guarantee":
                 key, sentence, *_ = [*map(ast.literal_eval, mark.args), ""]
-                yield node.name, key, sentence
+                yield test.name, key, sentence
 
 
-def render_page(promises: Mapping[str, Promise]) -> str:
-    """Return the text of GUARANTEES.md."""
-    lines, tests = [HEAD], ["## The tests", "", "| promise | tests |", "|---|---|"]
+def render_promises(promises: Mapping[str, Promise]) -> str:
+    """Return the sections with the promises, and the table of their tests."""
+    lines = []
+    tests = ["## The tests", "", "| promise | tests |", "|---|---|"]
     number = 0
     for section, title in SECTIONS.items():
         lines += [f"## {title}", ""]
@@ -139,10 +110,12 @@ def read_tests() -> dict[str, str]:
     }
 
 
-def main(page: Path = PAGE) -> None:
-    """Write the page."""
-    page.write_text(render_page(collect_promises(read_tests())))
+def embed(page: str) -> str:
+    """Return the text of GUARANTEES.md with the promises below its marker."""
+    head, marker, _ = page.partition(_BEGIN)
+    assert marker, f"{PAGE} lacks its marker"
+    return head + _BEGIN + "\n" + render_promises(collect_promises(read_tests()))
 
 
 if __name__ == "__main__":
-    main()
+    PAGE.write_text(embed(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
