@@ -54,9 +54,9 @@ def collect_promises(sources: Mapping[str, str]) -> dict[str, Promise]:
     """
     promises: dict[str, Promise] = {}
     for path, text in sources.items():
-        found = 0
+        count = 0
         for name, key, sentence in _read_marks(text):
-            found += 1
+            count += 1
             promise = promises.setdefault(key, Promise())
             promise.tests.append(f"{path}::{name}")
             if sentence and promise.sentence:
@@ -64,7 +64,7 @@ def collect_promises(sources: Mapping[str, str]) -> dict[str, Promise]:
             if sentence:
                 promise.sentence = sentence
                 promises[key] = promises.pop(key)
-        if found != text.count("mark.guarantee("):
+        if count != text.count("mark.guarantee("):
             raise ValueError(f"{path} marks something else than a test function of the module")
     for key, promise in promises.items():
         if not promise.sentence:
