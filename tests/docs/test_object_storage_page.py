@@ -28,7 +28,10 @@ def test_the_blocks_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": __name__}
-    exec(compile(_blocks((ROOT / "README.md").read_text(), "python")[0], "README.md", "exec"), names)
+    exec(
+        compile(_blocks((ROOT / "docs" / "index.md").read_text(), "python")[0], "docs/index.md", "exec"),
+        names,
+    )
     first, cached = _blocks(PAGE, "python")
     (commands,) = _blocks(PAGE, "sh")
     with start_moto() as port, S3Server(port, "bucket") as server:
