@@ -1,11 +1,11 @@
-"""Make the notebook docs/notebooks/first_look.ipynb and the pictures of docs/notebooks.md.
+"""Make the notebook docs/notebooks/first_look.ipynb and the pictures of docs/look.md.
 
     pip install --group docs
     python docs/pictures.py
 
-The notebook has the blocks of the page. It is executed, and the pictures are what nbconvert shows for the
-outputs of its cells. Chromium, which must be installed as `chromium`, renders HTML. Look at the pictures
-before you commit them. `--notebook` only writes the notebook.
+The notebook has the blocks of the page up to its section about pandas. It is executed, and the pictures are
+what nbconvert shows for the outputs of its cells. Chromium, which must be installed as `chromium`, renders
+HTML. Look at the pictures before you commit them. `--notebook` only writes the notebook.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> None:
     """Write the notebook, execute it, and make all pictures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--notebook", action="store_true", help="only write the notebook")
-    notebook, names = read_page((DOCS / "notebooks.md").read_text())
+    notebook, names = read_page((DOCS / "look.md").read_text().partition("\n## pandas and Polars\n")[0])
     NOTEBOOK.parent.mkdir(exist_ok=True)
     nbformat.write(notebook, NOTEBOOK)
     if parser.parse_args().notebook:

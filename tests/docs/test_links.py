@@ -12,8 +12,8 @@ import pytest
 from tests.support.paths import ROOT
 
 FOLDERS = (
-    ".", "benchmarks", "benchmarks/results", "docs", "docs/explanation", "docs/howto", "docs/reference",
-    "docs/tutorials", "examples", "migrations", "tests/fixtures",
+    ".", "benchmarks", "benchmarks/results", "docs", "docs/explanation", "docs/howto", "docs/tutorials",
+    "examples", "migrations", "tests/fixtures",
 )  # fmt: skip
 DOCUMENTS = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md"))
 BLOCK = re.compile(r"^ *(```+|~~~+).*?^ *\1[`~]*$", re.MULTILINE | re.DOTALL)

@@ -1,4 +1,4 @@
-"""docs/howto/systemd.md: its unit is valid, its command serves, and probes need no token or headers."""
+"""docs/server.md: its unit for systemd is valid, its command serves, and probes need no token or headers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.paths import ROOT
 from tests.support.servers import serving
 
 UNIT = (ROOT / "examples" / "deploy" / "expstore.service").read_text()
-PAGE = (ROOT / "docs" / "howto" / "systemd.md").read_text()
+PAGE = (ROOT / "docs" / "server.md").read_text()
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")

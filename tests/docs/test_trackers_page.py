@@ -1,4 +1,4 @@
-"""The blocks of docs/trackers.md run; stand-ins replace TensorBoard and Weights & Biases."""
+"""The blocks of docs/look.md about trackers run; stand-ins replace TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.paths import ROOT
 
-PAGE = (ROOT / "docs" / "trackers.md").read_text()
+PAGE = (ROOT / "docs" / "look.md").read_text().partition("\n## Trackers\n")[2]
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 
 
@@ -53,10 +53,10 @@ def test_the_blocks_run_and_log_what_the_page_lists(tmp_path: Path, monkeypatch:
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     names: dict[str, Any] = {"__name__": __name__}
     first, second = BLOCKS
-    exec(compile(first, "docs/trackers.md", "exec"), names)
+    exec(compile(first, "docs/look.md", "exec"), names)
     writer = names["writer"]
     assert list(dict.fromkeys(writer.steps)) == [100, 200, 300, 400, 500]
-    exec(compile(second, "docs/trackers.md", "exec"), names)
+    exec(compile(second, "docs/look.md", "exec"), names)
     assert names["run"].values["expstore/store/rows"] == 500
 
     listed = set()

@@ -2,7 +2,7 @@
 
 Used by tests of names, signatures and examples. This module checks nothing itself.
 
-    python -m tests.support.torchrl_names     write docs/torchrl_names.md
+    python -m tests.support.torchrl_names     write the last table of docs/torchrl.md
 """
 
 from __future__ import annotations
@@ -63,8 +63,9 @@ def module(name: str) -> Any:
         return import_module(name)
 
 
-#: The page with the members of TorchRL's classes that ours lack.
-PAGE = ROOT / "docs" / "torchrl_names.md"
+#: The page with the members of TorchRL's classes that ours lack, between markers.
+PAGE = ROOT / "docs" / "torchrl.md"
+_BEGIN, _END = "<!-- missing members -->\n", "<!-- end of missing members -->"
 
 
 def members_of(cls: type) -> set[str]:
@@ -105,8 +106,8 @@ def find_missing() -> dict[str, set[str]]:
     return {name: lacked for name, lacked in missing.items() if lacked}
 
 
-def render_page() -> str:
-    """Return docs/torchrl_names.md.
+def render_table() -> str:
+    """Return the table of the members that ours lack.
 
     Raises:
         AssertionError: A member is missing without a reason, or a reason names members that exist.
@@ -122,7 +123,7 @@ def render_page() -> str:
     found = {name: lacked & missing.get(name, set()) for name, lacked in reasoned.items()}
     assert found == missing, f"without a reason: {_less(missing, found)}"
     assert reasoned == missing, f"there after all: {_less(reasoned, missing)}"
-    return _HEAD + "\n".join(rows) + "\n"
+    return "\n".join(["| classes | members | why not |", "|---|---|---|", *rows]) + "\n"
 
 
 def _less(one: dict[str, set[str]], other: dict[str, set[str]]) -> dict[str, set[str]]:
@@ -131,17 +132,13 @@ def _less(one: dict[str, set[str]], other: dict[str, set[str]]) -> dict[str, set
     }
 
 
-_HEAD = """# Members of TorchRL's classes that ours lack
+def embed(page: str) -> str:
+    """Return the text of docs/torchrl.md with the table between its markers."""
+    head, _, rest = page.partition(_BEGIN)
+    _, _, tail = rest.partition(_END)
+    assert tail, f"{PAGE} lacks the markers of the table"
+    return head + _BEGIN + render_table() + _END + tail
 
-Written by `python -m tests.support.torchrl_names` out of the installed torchrl (0.14.1);
-`tests/conformance/test_torchrl_names.py` compares it. Each class of `torchrl.data.replay_buffers` that is
-here was asked for its public members and the public attributes that its constructor sets. Classes that are
-not here are in [torchrl.md](torchrl.md). A `ConditionalUpdateResult` is a plain dataclass: it lacks the
-members of a tensorclass.
-
-| classes | members | why not |
-|---|---|---|
-"""
 
 if __name__ == "__main__":
-    PAGE.write_text(render_page(), encoding="utf-8")
+    PAGE.write_text(embed(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The blocks of docs/object_storage.md run, with a server."""
+"""The blocks of docs/versions.md about S3 run, with a server; test_site.py runs the blocks above them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.commands import Cli
 from tests.support.paths import ROOT
 from tests.support.s3_server import S3Server, start_moto
 
-PAGE = (ROOT / "docs" / "object_storage.md").read_text()
+PAGE = (ROOT / "docs" / "versions.md").read_text().partition("\n## Versions on S3\n")[2]
 
 
 def _blocks(text: str, kind: str) -> list[str]:
@@ -38,11 +38,11 @@ def test_the_blocks_run(
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
         capsys.readouterr()
-        exec(compile(first, "docs/object_storage.md", "exec"), names)
+        exec(compile(first, "docs/versions.md", "exec"), names)
         pushed, listed = capsys.readouterr().out.splitlines()
         assert pushed.split()[:2] == ["2", "600"]
         assert listed == "[(1, None, 500), (2, None, 600)]"
-        exec(compile(cached, "docs/object_storage.md", "exec"), names)
+        exec(compile(cached, "docs/versions.md", "exec"), names)
         assert capsys.readouterr().out == "torch.Size([32, 4])\n"
         for line in commands.splitlines():
             assert cli(*shlex.split(line)[1:]).code == 0, line
