@@ -11,6 +11,7 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,6 @@ def read_rss_anon() -> int:
 
 
 if __name__ == "__main__":
-    probe = {"memory": memory, "reopen": reopen, "write_on": write_on}[sys.argv[1]]
+    probes: dict[str, Callable[..., Any]] = {"memory": memory, "reopen": reopen, "write_on": write_on}
     _ = expstore.open  # loads the modules that a user's program would load
-    print(json.dumps(probe(**json.loads(sys.argv[2]))))
+    print(json.dumps(probes[sys.argv[1]](**json.loads(sys.argv[2]))))

@@ -148,7 +148,10 @@ def measure(setup: Setup) -> Iterator[Result]:
         for _ in range(rows // workload.extend_rows):
             rb.extend(next(stream))
         rb.update_priority(torch.arange(rows), torch.rand(rows, generator=generator) + 0.01)
-    acts = {"sample+update": learn, "update": lambda rb: set_priorities(rb, rows)}
+    acts: dict[str, Callable[[Any], Callable[[Any], object]]] = {
+        "sample+update": learn,
+        "update": lambda rb: set_priorities(rb, rows),
+    }
     for suffix in each_threads():
         for name, make in acts.items():
             cases = [

@@ -166,7 +166,7 @@ def test_profiles_count_what_is_below_the_loop() -> None:
     own, whole, total = shares(raw)
     assert total == 4
     assert own == {"expstore/b.py: read": 3, "expstore/a.py: draw": 1}
-    assert whole["expstore/a.py: draw"] == 4
+    assert whole == {"expstore/a.py: draw": 4, "expstore/b.py: read": 3}
 
 
 # -- documents ----------------------------------------------------------------------------------------
