@@ -6,9 +6,12 @@ on demand. This module measures nothing. Playing needs the extra `bench`.
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,29 +120,33 @@ class Rows:
             yield self.batch(first, min(each, total - first))
 
 
-def play(name: str, steps: int, *, seed: int = 0) -> Play:
-    """Play a game with a random policy in 8 lanes, `steps` steps each.
+def play(name: str, steps: int) -> Play:
+    """Play a game with a random policy in 8 lanes, `steps` steps each, as many at a time as there are cores.
 
     Args:
         name: Name of the game, as in `GAMES`.
         steps: Number of steps per lane; the last episode is cut off.
-        seed: Seed of games and policies.
     """
+    context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads
+    with ProcessPoolExecutor(mp_context=context) as pool:
+        lanes = list(pool.map(play_lane, repeat(name), repeat(steps), range(LANES)))
+    columns = (np.concatenate(parts) for parts in zip(*lanes, strict=True))
+    return Play(*columns, np.repeat(np.arange(LANES), [len(lane[0]) for lane in lanes]))
+
+
+def play_lane(name: str, steps: int, lane: int) -> tuple[NDArray[Any], ...]:
+    """Play one lane; return its columns of `Play`, without `lane`."""
     import ale_py
     import gymnasium
 
     gymnasium.register_envs(ale_py)
-    parts: dict[str, list[Any]] = {key: [] for key in Play.__dataclass_fields__}
-    for lane in range(LANES):
-        game = gymnasium.make(f"ALE/{name}-v5", frameskip=1)
-        env = gymnasium.wrappers.AtariPreprocessing(game, screen_size=SIZE)
-        env.action_space.seed(seed + lane)
-        for row in _lane(env, steps, seed + lane):
-            for key, value in zip(parts, (*row, lane), strict=True):
-                parts[key].append(value)
-        env.close()
-    types = {"frames": np.uint8, "last": np.bool_, "reward": np.float32, "terminated": np.bool_}
-    return Play(**{key: np.array(values, types.get(key, np.int64)) for key, values in parts.items()})
+    game = gymnasium.make(f"ALE/{name}-v5", frameskip=1)
+    env = gymnasium.wrappers.AtariPreprocessing(game, screen_size=SIZE)
+    env.action_space.seed(lane)
+    columns = zip(*_play_rows(env, steps, lane), strict=True)
+    env.close()
+    types = (np.uint8, np.bool_, np.int64, np.float32, np.bool_)
+    return tuple(np.array(values, dtype) for values, dtype in zip(columns, types, strict=True))
 
 
 def make_game(steps: int) -> Play:
@@ -159,7 +166,7 @@ def make_game(steps: int) -> Play:
     )
 
 
-def _lane(env: Any, steps: int, seed: int) -> Iterator[tuple[Any, bool, int, float, bool]]:
+def _play_rows(env: Any, steps: int, seed: int) -> Iterator[tuple[Any, bool, int, float, bool]]:
     """Yield frames of one environment, with the actions taken at them."""
     frame, _ = env.reset(seed=seed)
     for number in range(steps):
