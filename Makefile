@@ -88,20 +88,20 @@ docs-serve: .venv/.docs  ## show the site at http://127.0.0.1:8000 while you wri
 	$(PIP) --quiet --group docs
 	@touch $@
 
-bench: .venv/.bench  ## compare with TorchRL and others, 45 minutes; RESUME=1 goes on with a run that was cut
-	$(BIN)/python -m benchmarks $(if $(RESUME),--resume)
+bench: .venv/.bench  ## compare with TorchRL and others, 13 minutes
+	$(BIN)/python -m benchmarks
 
-bench-embed: .venv  ## put the figures of the last whole run into the documents and benchmarks/results
+bench-embed: .venv  ## put the figures of the last run into the documents and benchmarks/results
 	$(BIN)/python -m benchmarks embed
 
-bench-check: .venv  ## hold the ratios of the last whole run against those in benchmarks/results
+bench-check: .venv  ## compare the ratios of the last run with those in benchmarks/results
 	$(BIN)/python -m benchmarks check
 
 bench-smoke: .venv  ## run the benchmarks once, tiny
 	$(BIN)/python -m benchmarks --smoke
 
 profile: .venv/.bench  ## say where the time of sample, extend and add goes
-	$(BIN)/python benchmarks/profiles.py
+	$(BIN)/python -m benchmarks.profiles
 
 .venv/.bench: .venv/.installed
 	$(PIP) --quiet --group bench

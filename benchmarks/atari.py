@@ -1,14 +1,17 @@
-"""Frames of real Atari games, and rows built from them: single frames or stacks, with one lane or several.
+"""Frames of real Atari games, and rows built from them, with one lane or several.
 
-Used by `images.py` and `peers.py`. A random policy plays a game; each frame is kept once, and rows are built
+Used by `images.py`. A random policy plays a game; each frame is kept once, and rows are built
 on demand. This module measures nothing. Playing needs the extra `bench`.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,15 +21,15 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-GAMES = ("Breakout", "Pong", "Seaquest", "MsPacman")
+#: A game whose frames compress well, and one whose frames do not.
+GAMES = ("Breakout", "MsPacman")
 LANES = 8
 SIZE = 84
-STACK = 4
 
 
 @dataclass(frozen=True)
 class Play:
-    """Hold the frames of a game, lane by lane, and within a lane episode by episode.
+    """The frames of a game, lane by lane, and within a lane episode by episode.
 
     Args:
         frames: Shape `(f, 84, 84)`, uint8.
@@ -43,12 +46,6 @@ class Play:
     reward: NDArray[np.float32]
     terminated: NDArray[np.bool_]
     lane: NDArray[np.int64]
-
-    @cached_property
-    def first(self) -> NDArray[np.int64]:
-        """First frame of each frame's episode. Shape `(f,)`."""
-        starts = np.flatnonzero(np.concatenate([[True], self.last[:-1]]))
-        return starts[self.episode]
 
     @cached_property
     def episode(self) -> NDArray[np.int64]:
@@ -73,22 +70,15 @@ class Rows:
 
     Args:
         game: The recorded game.
-        stack: Number of frames per observation; with 1 an observation is a frame.
         lanes: Number of environments whose steps alternate: 1 or 8.
     """
 
-    def __init__(self, game: Play, *, stack: int, lanes: int) -> None:
-        self.game, self.stack, self.lanes = game, stack, lanes
+    def __init__(self, game: Play, *, lanes: int) -> None:
+        self.game = game
         self._steps = game.steps(lanes)
 
     def __len__(self) -> int:
         return self._steps.size
-
-    def _images(self, frames: NDArray[np.int64]) -> NDArray[np.uint8]:
-        seen = frames[:, None] - np.arange(self.stack - 1, -1, -1)
-        known = np.maximum(seen, self.game.first[frames][:, None])
-        images: NDArray[np.uint8] = self.game.frames[known[:, 0] if self.stack == 1 else known]
-        return images
 
     def batch(self, first: int, count: int) -> TensorDict:
         """Return rows; after the last row counting starts again at 0. Batch size `[count]`."""
@@ -111,11 +101,11 @@ class Rows:
         episodes = int(game.episode[-1]) + 1
         return TensorDict(
             {
-                "observation": torch.from_numpy(self._images(at)),
+                "observation": torch.from_numpy(game.frames[at]),
                 "action": torch.from_numpy(game.action[at]),
                 **{name: none.clone() for name in flags},
                 "next": {
-                    "observation": torch.from_numpy(self._images(at + 1)),
+                    "observation": torch.from_numpy(game.frames[at + 1]),
                     "reward": column(game.reward[at]),
                     **{name: column(values) for name, values in flags.items()},
                 },
@@ -130,32 +120,36 @@ class Rows:
             yield self.batch(first, min(each, total - first))
 
 
-def play(name: str, steps: int, *, seed: int = 0) -> Play:
-    """Play a game with a random policy in 8 lanes, `steps` steps each.
+def play(name: str, steps: int) -> Play:
+    """Play a game with a random policy in 8 lanes, `steps` steps each, as many at a time as there are cores.
 
     Args:
         name: Name of the game, as in `GAMES`.
         steps: Number of steps per lane; the last episode is cut off.
-        seed: Seed of games and policies.
     """
+    context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads
+    with ProcessPoolExecutor(mp_context=context) as pool:
+        lanes = list(pool.map(play_lane, repeat(name), repeat(steps), range(LANES)))
+    columns = (np.concatenate(parts) for parts in zip(*lanes, strict=True))
+    return Play(*columns, np.repeat(np.arange(LANES), [len(lane[0]) for lane in lanes]))
+
+
+def play_lane(name: str, steps: int, lane: int) -> tuple[NDArray[Any], ...]:
+    """Play one lane; return its columns of `Play`, without `lane`."""
     import ale_py
     import gymnasium
 
     gymnasium.register_envs(ale_py)
-    parts: dict[str, list[Any]] = {key: [] for key in Play.__dataclass_fields__}
-    for lane in range(LANES):
-        game = gymnasium.make(f"ALE/{name}-v5", frameskip=1)
-        env = gymnasium.wrappers.AtariPreprocessing(game, screen_size=SIZE)
-        env.action_space.seed(seed + lane)
-        for row in _lane(env, steps, seed + lane):
-            for key, value in zip(parts, (*row, lane), strict=True):
-                parts[key].append(value)
-        env.close()
-    types = {"frames": np.uint8, "last": np.bool_, "reward": np.float32, "terminated": np.bool_}
-    return Play(**{key: np.array(values, types.get(key, np.int64)) for key, values in parts.items()})
+    game = gymnasium.make(f"ALE/{name}-v5", frameskip=1)
+    env = gymnasium.wrappers.AtariPreprocessing(game, screen_size=SIZE)
+    env.action_space.seed(lane)
+    columns = zip(*_play_rows(env, steps, lane), strict=True)
+    env.close()
+    types = (np.uint8, np.bool_, np.int64, np.float32, np.bool_)
+    return tuple(np.array(values, dtype) for values, dtype in zip(columns, types, strict=True))
 
 
-def made_up(steps: int) -> Play:
+def make_game(steps: int) -> Play:
     """Return synthetic frames: a moving dot, two episodes per lane. No package is needed."""
     each = steps + 2
     number = np.arange(LANES * each)
@@ -172,7 +166,7 @@ def made_up(steps: int) -> Play:
     )
 
 
-def _lane(env: Any, steps: int, seed: int) -> Iterator[tuple[Any, bool, int, float, bool]]:
+def _play_rows(env: Any, steps: int, seed: int) -> Iterator[tuple[Any, bool, int, float, bool]]:
     """Yield frames of one environment, with the actions taken at them."""
     frame, _ = env.reset(seed=seed)
     for number in range(steps):
@@ -185,21 +179,15 @@ def _lane(env: Any, steps: int, seed: int) -> Iterator[tuple[Any, bool, int, flo
             frame, _ = env.reset()
 
 
-def prepared(name: str, steps: int, folder: Path | None) -> Play:
+def load_game(name: str, steps: int, folder: Path) -> Play:
     """Load a game's frames from a folder, or play the game and save the frames there."""
-    path = None if folder is None else folder / f"{name}-{steps}.npz"
-    if path is not None and path.exists():
-        with np.load(path) as found:
-            return Play(**found)
+    path = folder / f"{name}-{steps}.npz"
+    if path.exists():
+        with np.load(path) as columns:
+            return Play(**columns)
     game = play(name, steps)
-    if folder is not None:
-        keep(game, name, steps, folder)
-    return game
-
-
-def keep(game: Play, name: str, steps: int, folder: Path) -> None:
-    """Save a game's frames to a folder, where `prepared` finds them."""
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f"{name}-{steps}.part.npz"
+    temporary = path.with_suffix(".part.npz")
     np.savez(temporary, **{key: getattr(game, key) for key in Play.__dataclass_fields__})
-    temporary.replace(folder / f"{name}-{steps}.npz")
+    temporary.replace(path)
+    return game

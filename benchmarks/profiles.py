@@ -1,6 +1,6 @@
 """Profile sample, extend and add with py-spy, by function.
 
-Run as `python benchmarks/profiles.py` (`make profile`). A process fills a ring and repeats one call for some
+Run as `python -m benchmarks.profiles` (`make profile`). A process fills a ring and repeats one call for some
 seconds; py-spy samples its stack a thousand times a second. Shares are of the samples in that call: of a
 function itself, and of it with all that it calls. `--native` includes C functions. It needs the extra
 `bench`.
@@ -19,12 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # some distributions install a `benchmarks` of their own
-
-import expstore  # noqa: E402
-from benchmarks.vs_torchrl import scratch  # noqa: E402
-from benchmarks.workloads import LOCOMOTION, Stream  # noqa: E402
+import expstore
+from benchmarks.report import OUT, scratch
+from benchmarks.runs import ROOT
+from benchmarks.workloads import LOCOMOTION, Stream
 
 ACTS = ("sample", "extend", "add", "prioritized")
 BATCH = 256
@@ -105,9 +103,9 @@ def profile(act: str, wanted: argparse.Namespace, folder: Path) -> str:
         raise SystemExit("py-spy is not installed: pip install --group bench")
     command = [spy, "record", "--format", "raw", "--function", "--rate", "1000", "--output", str(raw)]
     command += ["--native"] * wanted.native
-    command += ["--", sys.executable, __file__, "--work", act, "--folder", str(folder)]
+    command += ["--", sys.executable, "-m", "benchmarks.profiles", "--work", act, "--folder", str(folder)]
     command += ["--rows", str(wanted.rows), "--seconds", str(wanted.seconds)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode or not raw.exists():
         raise SystemExit(
             f"py-spy ended with {done.returncode}: {(done.stderr or done.stdout).strip()[-400:]}"
@@ -138,7 +136,7 @@ def main(argv: Sequence[str] | None = None, out: Callable[[str], object] = print
     parser.add_argument("--seconds", type=float, default=10.0, help="seconds for which a call is repeated")
     parser.add_argument("--top", type=int, default=15, help="number of functions in a table")
     parser.add_argument("--native", action="store_true", help="C functions, too")
-    parser.add_argument("--folder", type=Path, default=ROOT / "benchmarks" / "out", help="folder for stores")
+    parser.add_argument("--folder", type=Path, default=OUT, help="folder for stores")
     parser.add_argument("--work", choices=ACTS, help=argparse.SUPPRESS)
     wanted = parser.parse_args(argv)
     if wanted.work:

@@ -1,193 +1,150 @@
-"""A served store on this machine, compared with Reverb's client: single batches, streamed batches, writes.
+"""A served store on this machine: single batches, streamed batches, writes.
 
-Run as `python benchmarks/remote.py`; exits 1 below a bar. The server runs in its own process, and so does
-Reverb, in an environment that has it: `--reverb PYTHON` names its interpreter; without it Reverb is left out.
+Run as `python -m benchmarks.remote`; exits 1 below a bar. The server runs in its own process.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # some distributions install a `benchmarks` of their own
-
-import expstore  # noqa: E402
-from benchmarks.report import Bar, Report, Result, options, span  # noqa: E402
-from benchmarks.timing import Series  # noqa: E402
-from benchmarks.vs_torchrl import scratch  # noqa: E402
-from benchmarks.workloads import LOCOMOTION, PIXELS, Workload  # noqa: E402
+import expstore
+from benchmarks.probes import ROOT
+from benchmarks.report import Result, Setup, at_least, run_program, span
+from benchmarks.timing import Series
+from benchmarks.workloads import LOCOMOTION, PIXELS, Workload
 
 BATCH = 256
 BARS = {
-    "sample": Bar(400, " requests/s", at_least=True),
-    "stream": Bar(1.0, "M rows/s", at_least=True),
-    "stream/pixels": Bar(1.0, " GB/s", at_least=True),
-    "extend": Bar(200, " requests/s", at_least=True),
-    "reverb": Bar(5, "x its rows/s", at_least=True),
+    "sample": at_least(400, " requests/s"),
+    "stream": at_least(1.0, "M rows/s"),
+    "stream/pixels": at_least(1.0, " GB/s"),
+    "extend": at_least(200, " requests/s"),
 }
 
 
 @dataclass(frozen=True)
 class Effort:
-    """Sizes of the benchmark."""
+    """Sizes of the benchmark: rows, calls of `sample`, seconds and first batches of a stream."""
 
     locomotion: Workload
     pixels: Workload
     calls: int
     seconds: float
+    warm: int
 
 
 FULL = Effort(
-    LOCOMOTION.scaled(rows=200_000, extend_rows=1000), PIXELS.scaled(rows=20_000, extend_rows=500), 1000, 8.0
-)
-QUICK = Effort(
-    LOCOMOTION.scaled(rows=50_000, extend_rows=1000), PIXELS.scaled(rows=4_000, extend_rows=500), 200, 2.0
+    LOCOMOTION.scaled(rows=200_000, extend_rows=1000),
+    PIXELS.scaled(rows=20_000, extend_rows=500),
+    1000,
+    8.0,
+    20,
 )
 SMOKE = Effort(
-    LOCOMOTION.scaled(rows=1000, extend_rows=100), PIXELS.scaled(rows=100, extend_rows=50), 3, 0.05
+    LOCOMOTION.scaled(rows=1000, extend_rows=100), PIXELS.scaled(rows=100, extend_rows=50), 3, 0.05, 1
 )
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[str]:
+def serve(folder: Path) -> Iterator[str]:
     """Serve a folder of stores in a separate process; yield its address."""
     command = [sys.executable, "-m", "expstore", "serve", str(folder), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as server:
         assert server.stdout is not None
         for line in server.stdout:
-            if found := re.search(r"http://\S+:\d+", line):
+            if address := re.search(r"http://\S+:\d+", line):
                 break
         else:
             raise RuntimeError("the server did not start")
-        reading = threading.Thread(target=server.stdout.read, daemon=True)  # a full pipe would block it
-        reading.start()
+        reader = threading.Thread(target=server.stdout.read, daemon=True)  # a full pipe would block it
+        reader.start()
         try:
-            yield found[0]
+            yield address[0]
         finally:
             server.terminate()
             server.wait(60)
 
 
-class Remote:
-    """Measure one server."""
-
-    def __init__(self, folder: Path, effort: Effort, *, only: str, reverb: str | None) -> None:
-        self.folder, self.effort = folder, effort
-        self.only, self.reverb = only, reverb
-        self.rows_per_second = 0.0
-
-    def run(self) -> Iterator[Result]:
-        """Fill two stores, serve them, and measure."""
-        effort = self.effort
+def measure(setup: Setup) -> Iterator[Result]:
+    effort = SMOKE if setup.smoke else FULL
+    for workload in (effort.locomotion, effort.pixels):
+        path = setup.folder / f"{workload.name}.exp"
+        with expstore.open(path, capacity=workload.rows, seed=1, layout="flat") as rb:
+            for start in range(0, workload.rows, workload.extend_rows):
+                rb.extend(workload.batch(workload.extend_rows, start=start, seed=start))
+    with serve(setup.folder) as url:
+        yield measure_samples(url, effort)
         for workload in (effort.locomotion, effort.pixels):
-            path = self.folder / f"{workload.name}.exp"
-            with expstore.open(path, capacity=workload.rows, seed=1, layout="flat") as rb:
-                for start in range(0, workload.rows, workload.extend_rows):
-                    rb.extend(workload.batch(workload.extend_rows, start=start, seed=start))
-        measurements: dict[str, Callable[[str], Result]] = {
-            "sample": self._sample,
-            "stream": lambda url: self._stream(url, "stream", effort.locomotion),
-            "stream/pixels": lambda url: self._stream(url, "stream/pixels", effort.pixels),
-            "extend": self._extend,
-        }
-        with serving(self.folder) as url:
-            for name, measure in measurements.items():
-                if self.only in name:
-                    yield measure(url)
-        if self.reverb and self.only in "reverb":
-            yield self._reverb()
-        if self.only in "limit":
-            yield self._limit()
-
-    def _sample(self, url: str) -> Result:
-        with expstore.connect(f"{url}/locomotion", batch_size=BATCH) as rb:
-            times = _timed(rb.sample, self.effort.calls)
-        rate = 1 / times.median
-        return Result(
-            "sample", rate, f"{rate:.0f} requests/s, {span(times)}", note=f"{BATCH} locomotion rows"
-        )
-
-    def _stream(self, url: str, name: str, workload: Workload) -> Result:
-        count = size = 0
-        with expstore.connect(f"{url}/{workload.name}", batch_size=BATCH) as rb:
-            batches = rb.stream()
-            for _ in range(20 if self.effort.seconds > 1 else 1):
-                next(batches)
-            started = time.perf_counter()
-            while (seconds := time.perf_counter() - started) < self.effort.seconds:
-                batch = next(batches)
-                count += batch.numel()
-                size += batch.numel() * workload.row_bytes
-            batches.close()
-        rows, gigabytes = count / seconds / 1e6, size / seconds / 1e9
-        ours = f"{rows:.2f}M rows/s, {gigabytes:.2f} GB/s"
-        if workload.name == "locomotion":
-            self.rows_per_second = count / seconds
-        value = gigabytes if name.endswith("pixels") else rows
-        return Result(name, value, ours, note=f"{workload.row_bytes} B a row, {BATCH} a batch")
-
-    def _extend(self, url: str) -> Result:
-        workload = self.effort.locomotion
-        batch = workload.batch(workload.extend_rows, seed=7)
-        with expstore.connect(f"{url}/locomotion") as rb:
-            times = _timed(lambda: rb.extend(batch), self.effort.calls // 2)
-        rate = 1 / times.median
-        return Result(
-            "extend",
-            rate,
-            f"{rate:.0f} requests/s, {span(times)}",
-            note=f"{workload.extend_rows} rows a call",
-        )
-
-    def _reverb(self) -> Result:
-        peer = [
-            str(self.reverb),
-            str(ROOT / "benchmarks" / "reverb_peer.py"),
-            str(BATCH),
-            str(self.effort.seconds),
-        ]
-        done = subprocess.run(peer, capture_output=True, text=True, check=False)
-        if done.returncode:
-            return Result("reverb", float("inf"), "–", f"did not run: {done.stderr.strip()[-200:]}")
-        told = json.loads(done.stdout.splitlines()[-1])
-        best = max(told.values())
-        theirs = ", ".join(f"{name} {rate / 1e3:.0f}k rows/s" for name, rate in told.items())
-        ratio = self.rows_per_second / best
-        return Result(
-            "reverb", ratio, f"{self.rows_per_second / 1e3:.0f}k rows/s", theirs, f"{ratio:.1f}x", data=told
-        )
-
-    def _limit(self) -> Result:
-        """Measure the throughput of a loopback socket between two processes."""
-        seconds = min(self.effort.seconds, 3.0)
-        sender = "import socket, sys; s = socket.create_connection(('127.0.0.1', int(sys.argv[1])))\n"
-        sender += "b = bytes(1 << 20)\ntry:\n    while True: s.sendall(b)\nexcept OSError: pass"
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = str(server.getsockname()[1])
-            with subprocess.Popen([sys.executable, "-c", sender, port]) as process:
-                connection, _ = server.accept()
-                memory, size, started = bytearray(1 << 20), 0, time.perf_counter()
-                with connection:
-                    while (passed := time.perf_counter() - started) < seconds:
-                        size += connection.recv_into(memory)
-                process.wait(30)
-        rate = size / passed / 1e9
-        return Result("limit", rate, f"{rate:.2f} GB/s", note="bytes through a loopback socket, MiB by MiB")
+            yield measure_stream(url, workload, effort)
+        yield measure_extends(url, effort)
+    yield measure_limit(min(effort.seconds, 3.0))
 
 
-def _timed(act: Callable[[], Any], calls: int) -> Series:
+def measure_samples(url: str, effort: Effort) -> Result:
+    with expstore.connect(f"{url}/locomotion", batch_size=BATCH) as rb:
+        series = _time_calls(rb.sample, effort.calls)
+    return _rate("sample", series, f"{BATCH} locomotion rows")
+
+
+def measure_extends(url: str, effort: Effort) -> Result:
+    workload = effort.locomotion
+    batch = workload.batch(workload.extend_rows, seed=7)
+    with expstore.connect(f"{url}/locomotion") as rb:
+        series = _time_calls(lambda: rb.extend(batch), effort.calls // 2)
+    return _rate("extend", series, f"{workload.extend_rows} rows a call")
+
+
+def _rate(name: str, series: Series, note: str) -> Result:
+    rate = 1 / series.median
+    return Result(name, rate, f"{rate:.0f} requests/s, {span(series)}", note=note)
+
+
+def measure_stream(url: str, workload: Workload, effort: Effort) -> Result:
+    rows = 0
+    with expstore.connect(f"{url}/{workload.name}", batch_size=BATCH) as rb:
+        batches = rb.stream()
+        for _ in range(effort.warm):
+            next(batches)
+        started = time.perf_counter()
+        while (seconds := time.perf_counter() - started) < effort.seconds:
+            rows += next(batches).numel()
+        batches.close()
+    millions, gigabytes = rows / seconds / 1e6, rows * workload.row_bytes / seconds / 1e9
+    text = f"{millions:.2f}M rows/s, {gigabytes:.2f} GB/s"
+    note = f"{workload.row_bytes} B a row, {BATCH} a batch"
+    if workload.name == "pixels":
+        return Result("stream/pixels", gigabytes, text, note=note)
+    return Result("stream", millions, text, note=note)
+
+
+def measure_limit(seconds: float) -> Result:
+    """Measure the throughput of a loopback socket between two processes."""
+    sender = "import socket, sys; s = socket.create_connection(('127.0.0.1', int(sys.argv[1])))\n"
+    sender += "b = bytes(1 << 20)\ntry:\n    while True: s.sendall(b)\nexcept OSError: pass"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        with subprocess.Popen([sys.executable, "-c", sender, port]) as process:
+            connection, _ = server.accept()
+            memory, size, started = bytearray(1 << 20), 0, time.perf_counter()
+            with connection:
+                while (passed := time.perf_counter() - started) < seconds:
+                    size += connection.recv_into(memory)
+            process.wait(30)
+    rate = size / passed / 1e9
+    return Result("limit", rate, f"{rate:.2f} GB/s", note="bytes through a loopback socket, MiB by MiB")
+
+
+def _time_calls(act: Callable[[], Any], calls: int) -> Series:
     for _ in range(min(20, calls)):
         act()
     times = []
@@ -198,26 +155,5 @@ def _timed(act: Callable[[], Any], calls: int) -> Series:
     return Series([times])
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = options(__doc__, quick="smaller stores, few calls", folder=ROOT / "benchmarks" / "out")
-    parser.add_argument("--only", default="", metavar="TEXT", help="measurements with TEXT in their name")
-    parser.add_argument("--reverb", metavar="PYTHON", help="an interpreter with dm-reverb")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None, out: Callable[[str], object] = print) -> int:
-    """Measure, print the table, return the exit code."""
-    wanted = _arguments(argv)
-    effort = SMOKE if wanted.smoke else QUICK if wanted.quick else FULL
-    needed = 3 * sum(w.rows * w.row_bytes for w in (effort.locomotion, effort.pixels))
-    with scratch(wanted.folder, needed) as folder:
-        report = Report({} if wanted.smoke else BARS, out, other="Reverb", file=wanted.json)
-        if not wanted.reverb:
-            report.skip("reverb", "pass an interpreter with dm-reverb: --reverb or REVERB_PYTHON")
-        for result in Remote(folder, effort, only=wanted.only, reverb=wanted.reverb).run():
-            report.add(result)
-    return report.end()
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(measure, BARS, gigabytes=1.2))

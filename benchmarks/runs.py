@@ -1,153 +1,150 @@
-"""A run: its folder, the results of its parts, and the file that collects them.
+"""A run: the programs, each in its own process, and the file that collects their figures.
 
-Used by `__main__.py`, `tables.py` and `plots.py`, and by the tests. An interrupted run can be continued:
-finished parts are not run again. This module measures nothing.
+Used by `__main__.py`, `tables.py` and the tests. This module measures nothing.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
+import os
+import signal
 import subprocess
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import machine
-from benchmarks.suite import Outcome, Part
+from benchmarks.report import describe_machine
 
-FORMAT = 1
+ROOT = Path(__file__).resolve().parents[1]
+FORMAT = 2
+#: The programs in the order of a run, with the seconds after which each is stopped.
+PROGRAMS = {
+    "vs_torchrl": 600,
+    "samplers": 360,
+    "slices": 180,
+    "recording": 180,
+    "remote": 180,
+    "images": 600,
+}
+#: A program begins when the load is below this, or after so many seconds.
+IDLE_LOAD, IDLE_SECONDS = 2.0, 20
 
 
-@dataclass(frozen=True)
-class Run:
-    """Locate the files of one run.
+def run_program(name: str, folder: Path, *, cache: Path, smoke: bool) -> dict[str, Any]:
+    """Run a program to its end or its time limit; return how it ended, and its results up to then.
 
     Args:
-        folder: Folder of the run.
+        name: A module of this folder.
+        folder: Folder for the program's log and figures.
+        cache: Folder for what later runs use again.
+        smoke: Whether everything runs once, tiny.
     """
+    figures, log = folder / f"{name}.json", folder / f"{name}.log"
+    if not smoke:
+        _wait_until_idle()
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="stores-", dir=folder) as stores, log.open("w") as out:
+        command = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(figures)]
+        command += ["--folder", stores, "--cache", str(cache), *["--smoke"] * smoke]
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+        )
+        code: int | None = None
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(PROGRAMS[name])
+        finally:
+            with suppress(ProcessLookupError):  # all of its processes have ended
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    part = {"name": name, "state": "done", "message": "", "seconds": time.monotonic() - started}
+    part |= {"load": "", "skipped": {}, "results": []}
+    if figures.exists():
+        written = json.loads(figures.read_text())
+        part |= {key: written[key] for key in ("skipped", "results")}
+        part["load"] = written["about"].get("load", "")
+        if written["whole"]:
+            return part
+    if code is None:
+        return part | {"state": "cut", "message": "it exceeded its time limit"}
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    message = f"exit code {code}: {lines[-1].strip() if lines else 'no output'}"
+    return part | {"state": "failed", "message": message[:300]}
 
-    folder: Path
 
-    @classmethod
-    def new(cls, out: Path) -> Run:
-        """Create a folder for a new run."""
-        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        folder = out / f"run-{stamp}"
-        (folder / "parts").mkdir(parents=True)
-        return cls(folder)
+def _wait_until_idle() -> None:
+    """Wait until the previous program's writes have reached the disk, but not for long."""
+    deadline = time.monotonic() + IDLE_SECONDS
+    while os.getloadavg()[0] > IDLE_LOAD and time.monotonic() < deadline:
+        time.sleep(1)
 
-    @classmethod
-    def last(cls, out: Path, *, whole: bool) -> Run | None:
-        """Return the newest run, of the complete ones or of the interrupted ones."""
-        for folder in sorted(out.glob("run-*"), reverse=True):
-            if cls(folder).file.exists() == whole and (folder / "parts").is_dir():
-                return cls(folder)
-        return None
 
-    @property
-    def file(self) -> Path:
-        """The file that collects the results; it exists when all parts have run."""
-        return self.folder / "run.json"
+def gather(parts: list[dict[str, Any]], effort: str) -> dict[str, Any]:
+    """Return the figures of all programs, in the format of `run.json`."""
+    results = [{"part": part["name"]} | row for part in parts for row in part["results"]]
+    return {
+        "format": FORMAT,
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "commit": _describe_commit(),
+        "effort": effort,
+        "about": describe_machine(),
+        "parts": [{key: value for key, value in part.items() if key != "results"} for part in parts],
+        "results": results,
+    }
 
-    def figures(self, part: Part) -> Path:
-        """Return the path of a part's figures."""
-        return self.folder / "parts" / f"{part.name}.json"
 
-    def log(self, part: Part) -> Path:
-        """Return the path of a part's log."""
-        return self.folder / "parts" / f"{part.name}.log"
+def _describe_commit() -> str:
+    command = ["git", "describe", "--always", "--dirty"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
 
-    def outcome(self, part: Part) -> Outcome | None:
-        """Return how a part ended; None if it has not run to its end."""
-        path = self.folder / "parts" / f"{part.name}.outcome.json"
-        return Outcome(**json.loads(path.read_text())) if path.exists() else None
 
-    def note(self, part: Part, outcome: Outcome) -> None:
-        """Save how a part ended."""
-        path = self.folder / "parts" / f"{part.name}.outcome.json"
-        path.write_text(json.dumps(asdict(outcome)))
-
-    def gather(self, parts: Sequence[Part], *, effort: str) -> dict[str, Any]:
-        """Return the results of all parts in the format of `run.json`."""
-        told: dict[str, Any] = {
-            "format": FORMAT,
-            "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-            "commit": _commit(),
-            "effort": effort,
-            "about": machine() | {"threads": "2, with @1: 1"},
-            "parts": [],
-            "skipped": {},
-            "missed": [],
-            "results": [],
-        }
-        for part in parts:
-            outcome = self.outcome(part) or Outcome("not run", 0.0)
-            found = json.loads(path.read_text()) if (path := self.figures(part)).exists() else {}
-            load = found.get("about", {}).get("load", "")
-            told["parts"].append({"name": part.name, **asdict(outcome), "load": load, "note": part.note})
-            told["skipped"] |= found.get("skipped", {})
-            told["results"] += [{"part": part.name} | row for row in found.get("results", ())]
-        told["seconds"] = sum(part["seconds"] for part in told["parts"])
-        told["missed"] = [f"{row['part']}:{row['name']}" for row in told["results"] if not row["ok"]]
-        return told
-
-    def write(self, told: dict[str, Any]) -> None:
-        """Write `run.json`, with one line per result."""
-        lines = [json.dumps(row, ensure_ascii=False) for row in told["results"]]
-        head = json.dumps(told | {"results": []}, indent=1, ensure_ascii=False)
-        text = head.replace('"results": []', '"results": [\n' + ",\n".join(lines) + "\n]")
-        self.file.write_text(text + "\n")
+def write(run: Mapping[str, Any], path: Path) -> None:
+    """Write `run.json`, with one line per result."""
+    lines = [json.dumps(row, ensure_ascii=False) for row in run["results"]]
+    head = json.dumps({**run, "results": []}, indent=1, ensure_ascii=False)
+    path.write_text(head.replace('"results": []', '"results": [\n' + ",\n".join(lines) + "\n]") + "\n")
 
 
 def load(path: Path) -> dict[str, Any]:
     """Read `run.json` of a run."""
-    told: dict[str, Any] = json.loads(path.read_text())
-    if told.get("format") != FORMAT:
-        raise SystemExit(
-            f"{path} has format {told.get('format')}; this reads {FORMAT}: run `make bench` again"
-        )
-    return told
+    run: dict[str, Any] = json.loads(path.read_text())
+    if run.get("format") != FORMAT:
+        raise SystemExit(f"{path} has format {run.get('format')}, not {FORMAT}: run `make bench` again")
+    return run
 
 
-def broken(new: dict[str, Any], old: dict[str, Any], slack: float) -> Iterator[str]:
+def find_worse(new: dict[str, Any], old: dict[str, Any], slack: float) -> Iterator[str]:
     """Yield a line for each ratio of a run that is lower than in another run by more than `slack` of it.
 
-    Only results that compare expstore with another side count, and only if they have a bar or are in both
-    runs. Results that the new run lacks are named too. Bars that the other run met must be met.
+    Only results that compare expstore with one other side count. Results that the new run lacks are named
+    too. Bars that the other run met must be met.
     """
-    found = {(row["part"], row["name"]): row for row in new["results"]}
+    rows = {(row["part"], row["name"]): row for row in new["results"]}
     for row in old["results"]:
         name = f"{row['part']}:{row['name']}"
-        mine = found.get((row["part"], row["name"]))
-        if mine is None:
+        now = rows.get((row["part"], row["name"]))
+        if now is None:
             yield f"{name} was not measured"
-        elif row["ok"] and not mine["ok"]:
-            yield f"{name} misses its bar: {mine['value']:.3g}, bar {mine['bar']}"
-        elif (before := ratio(row)) and (now := ratio(mine) or 0.0) < before * (1 - slack):
-            yield f"{name}: {now:.2f}x, it was {before:.2f}x"
+        elif row["ok"] and not now["ok"]:
+            yield f"{name} misses its bar: {now['value']:.3g}, bar {now['bar']}"
+        elif (before := find_ratio(row)) and (after := find_ratio(now) or 0.0) < before * (1 - slack):
+            yield f"{name}: {after:.2f}x, it was {before:.2f}x"
 
 
-def ratio(row: dict[str, Any]) -> float | None:
+def find_ratio(row: dict[str, Any]) -> float | None:
     """Return the ratio of the other side's time to ours for the same call; None without another side."""
-    sides = row["data"]
-    others = [key for key, value in sides.items() if key != "expstore" and _timed(value)]
-    if not _timed(sides.get("expstore")) or len(others) != 1:
+    medians = {side: data["median"] for side, data in row["data"].items() if _is_series(data)}
+    ours = medians.pop("expstore", None)
+    if ours is None or len(medians) != 1:
         return None
-    return float(sides[others[0]]["median"] / sides["expstore"]["median"])
+    return float(medians.popitem()[1] / ours)
 
 
-def _timed(value: object) -> bool:
-    return isinstance(value, dict) and "median" in value
-
-
-def _commit() -> str:
-    found = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return found.stdout.strip() or "unknown"
+def _is_series(data: object) -> bool:
+    return isinstance(data, dict) and "median" in data

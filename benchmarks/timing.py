@@ -1,6 +1,6 @@
-"""Timing of calls: in blocks, with the sides taking turns, without garbage collection.
+"""Timing of calls: in blocks, the sides alternating, without garbage collection.
 
-Used by the scripts here. This module does not depend on buffers.
+Used by the programs of this folder. This module does not depend on buffers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 @dataclass
 class Series:
-    """Hold the times of calls in seconds, block by block."""
+    """Times of calls in seconds, block by block."""
 
     blocks: list[list[float]] = field(default_factory=list)
 
@@ -64,13 +64,13 @@ class Series:
 
 @dataclass(frozen=True)
 class Case:
-    """Describe one side's turn.
+    """The calls of one side in a block.
 
     Args:
-        act: The call that is timed; its result is freed inside of the timed section.
-        inputs: One input per call, created outside of the timed section.
+        act: The call that is timed; its result is freed inside the timed section.
+        inputs: One input per call, created outside the timed section.
         calls: Number of calls per block.
-        settle: Run before each block, so that no side has background work during the turn of another.
+        settle: Run before each block, so that no side has background work during another side's block.
         around: Context that is active during the block.
     """
 
@@ -81,21 +81,20 @@ class Case:
     around: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-def alternate(cases: Sequence[Case], *, rounds: int, warm: int) -> list[Series]:
-    """Let the sides take turns for `rounds` blocks each, every second round in reverse order."""
-    found = [Series() for _ in cases]
+def alternate(cases: Sequence[Case], *, rounds: int, warm: int = 20) -> list[Series]:
+    """Time `rounds` blocks of each case, the cases alternating, every second round in reverse order."""
+    series = [Series() for _ in cases]
     for case in cases:
         case.settle()
-        _block(case, min(warm, case.calls))
+        _time_block(case, min(warm, case.calls))
     for number in range(rounds):
-        order = range(len(cases)) if number % 2 == 0 else range(len(cases) - 1, -1, -1)
-        for place in order:
+        for place in range(len(cases))[:: -1 if number % 2 else 1]:
             cases[place].settle()
-            found[place].blocks.append(_block(cases[place], cases[place].calls))
-    return found
+            series[place].blocks.append(_time_block(cases[place], cases[place].calls))
+    return series
 
 
-def _block(case: Case, calls: int) -> list[float]:
+def _time_block(case: Case, calls: int) -> list[float]:
     act, clock = case.act, time.perf_counter
     times = []
     gc.disable()
@@ -132,27 +131,20 @@ def busy_thread() -> Iterator[None]:
 def touch_memory(size: int) -> None:
     """Allocate and free `size` bytes, so that free memory has been touched.
 
-    A virtual machine gets memory from its host when it first touches it, at milliseconds per megabyte. This
-    cost would fall on whichever side grows its files first.
+    A virtual machine gets memory from its host when it first touches it, at milliseconds per megabyte. The
+    side that grows its files first would pay for it.
     """
     memory = np.ones(size, np.uint8)
     del memory
 
 
-def each_threads(numbers: Sequence[int]) -> Iterator[str]:
-    """Set each of these numbers of torch threads in turn; yield the suffix for names.
-
-    The suffix is empty for the first number, with which everything else is measured too. Without numbers
-    torch keeps its default.
-    """
-    if not numbers:
-        yield ""
-        return
+def each_threads() -> Iterator[str]:
+    """Set two torch threads, then one; yield the suffix of names: "", then "@1"."""
     import torch
 
     try:
-        for place, number in enumerate(numbers):
+        for number, suffix in ((2, ""), (1, "@1")):
             torch.set_num_threads(number)
-            yield f"@{number}" if place else ""
+            yield suffix
     finally:
-        torch.set_num_threads(numbers[0])
+        torch.set_num_threads(2)

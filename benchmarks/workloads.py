@@ -1,7 +1,7 @@
 """The rows of the benchmarks, as frozen descriptions; frames of real games are in `atari.py`.
 
-Used by the scripts here. Contents follow from a seed; creating them is never part of a measurement. torch is
-imported when the first batch is created.
+Used by the programs of this folder. Contents follow from a seed; creating them is never part of a
+measurement. torch is imported when the first batch is created.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TRAJECTORY = ("collector", "traj_ids")
 
 @dataclass(frozen=True)
 class Leaf:
-    """Describe one field of a row: key, dtype and row shape."""
+    """One field of a row: key, dtype and row shape."""
 
     key: tuple[str, ...]
     dtype: str
@@ -35,7 +35,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Workload:
-    """Describe a store's rows.
+    """The rows of a store.
 
     Args:
         name: Name in the table.
@@ -157,26 +157,5 @@ PIXELS = Workload(
         Leaf(("next", "observation"), "uint8", (84, 84)),
         Leaf(("next", "reward"), "float32", (1,)),
         *_flags(("next",)),
-    ),
-)
-
-#: The rows of TorchRL's own tests of storages.
-MIXED = Workload(
-    name="mixed",
-    rows=50_000,
-    extend_rows=1000,
-    episode=250,
-    leaves=(Leaf(("a",), "float32", (5,)), Leaf(("b", "c"), "uint8", (3, 32, 32))),
-)
-
-#: The rows of the table of storages in TorchRL's documentation: 1001 rows of 177 KB.
-WIDE = Workload(
-    name="wide",
-    rows=1001,
-    extend_rows=77,
-    episode=250,
-    leaves=(
-        Leaf(("observation",), "float32", (22_188,)),
-        Leaf(("next", "observation"), "float32", (22_188,)),
     ),
 )

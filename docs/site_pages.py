@@ -356,13 +356,11 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the generated pages, and pictures of benchmarks/."""
+    """Add the generated pages."""
     from mkdocs.structure.files import File
 
     for name, text in render_pages().items():
         files.append(File.generated(config, name, content=text))
-    for picture in sorted((ROOT / "benchmarks" / "results").glob("*.png")):
-        files.append(File.generated(config, str(picture.relative_to(ROOT)), abs_src_path=str(picture)))
     return files
 
 

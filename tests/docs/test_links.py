@@ -88,7 +88,7 @@ TEXT = """# A page: `code`, and_more!
     [
         "[x](docs/index.md)",
         "[x](docs/)",
-        "![x](benchmarks/results/ratios.png)",
+        "![x](docs/images/sb3_curves.png)",
         "[x](#a-page-code-and_more)",
         "[x](#again-1)",
         "[x](docs/numpy.md#statistics-of-fields)",

@@ -144,11 +144,6 @@ def test_the_navigation_has_every_page_once() -> None:
     assert listed == sorted(written | _generated())
 
 
-def page_file(target: str) -> Path:
-    """Return the picture or the notebook that a path in the site shows."""
-    return (ROOT if target.startswith("benchmarks/") else DOCS) / target
-
-
 def test_links_between_pages_lead_to_pages() -> None:
     listed = set(_pages_of(CONFIG["nav"]))
     sources = {name: DOCS / name for name in listed - _generated()}
@@ -159,7 +154,7 @@ def test_links_between_pages_lead_to_pages() -> None:
             if re.match(r"[a-z]+:", address):
                 continue
             target = os.path.normpath(os.path.join(os.path.dirname(page), address))
-            is_file = page_file(target).is_file() and not target.endswith(".md")
+            is_file = (DOCS / target).is_file() and not target.endswith(".md")
             assert target in listed or is_file, f"{page}: {head}{address}{tail}"
 
 

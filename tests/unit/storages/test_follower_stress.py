@@ -1,7 +1,6 @@
 """Two followers sample, index and query while a writer wraps its ring: no torn or mixed row.
 
-Rows are functions of their ids (`crowd`). The long form is `make torture`; `benchmarks/followers.py` measures
-how much the writer slows down.
+Rows are functions of their ids (`crowd`). The long form is `make torture`.
 """
 
 from __future__ import annotations
