@@ -54,7 +54,7 @@ def follow(folder: Path, phase: Synchronized[int], ready: Any, done: Any) -> Non
         try:
             buffers[now].sql(QUERY)
             queries += 1
-        except expstore.StateError:
+        except expstore.errors.StateError:
             pass  # the follower was overtaken twice
     done.put((samples, queries))
 

@@ -91,7 +91,7 @@ class Trajectories:
     def _questions(self, ours: Any, theirs: Any, more: str) -> Iterator[Result]:
         from torchrl.data import traj
 
-        mine, least, most = expstore.traj, self.effort.returned, self.effort.reward
+        mine, least, most = expstore.trajectories.traj, self.effort.returned, self.effort.reward
         returns = 'SELECT trajectory_id FROM episodes WHERE "return" > $least ORDER BY 1'
         rewards = (
             "SELECT collector.traj_ids AS t FROM transitions GROUP BY t HAVING max(next.reward) > $least"

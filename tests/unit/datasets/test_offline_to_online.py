@@ -15,13 +15,12 @@ from tensordict import TensorDict
 import expstore
 from expstore import (
     LazyTensorStorage,
-    OfflineToOnlineReplayBuffer,
     RandomCropTensorDict,
     ReplayBuffer,
     TensorDictReplayBuffer,
     ZarrStorage,
-    prefill_replay_buffer,
 )
+from expstore.datasets import OfflineToOnlineReplayBuffer, prefill_replay_buffer
 from expstore.errors import SchemaError
 from expstore.transforms import StepTransform
 from tests.unit.datasets.test_d4rl import arrays, write
@@ -278,7 +277,7 @@ def test_a_data_set_of_minari_by_name(tmp_path: Path, monkeypatch: pytest.Monkey
         "minari:test/hop-v0", online_capacity=50, batch_size=8, offline_fraction=0.75, source=source
     )
     dataset = rb.offline_buffer
-    assert isinstance(dataset, expstore.MinariExperienceReplay)
+    assert isinstance(dataset, expstore.datasets.MinariExperienceReplay)
     assert dataset.data_path == tmp_path / "cache" / "minari" / "test" / "hop-v0"
     assert len(rb) == len(dataset) == 16
     assert rb.sample().batch_size == (8,)
