@@ -11,6 +11,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterable
 from functools import cache
+from typing import Any
 
 
 def attach(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
@@ -75,7 +76,7 @@ def _read_imports(stub: str) -> dict[str, tuple[str, str]]:
     }
 
 
-def _read_all(source: str) -> list[str]:
+def _read_all(source: str) -> Iterable[str]:
     """Return the `__all__` of a module."""
     import ast
 
@@ -92,17 +93,18 @@ def _find_homes(package: str, name: str, known: dict[str, tuple[str, str]]) -> l
     Reads their source: an import may take seconds, or need a library that is not installed.
     """
     from importlib.util import find_spec
-    from pathlib import Path
 
     homes = []
     for module in (f"{home}.{short}" for short, (home, _) in known.items() if home == package):
         spec = find_spec(module)
         assert spec is not None, f"the stub of {package} lists {module}, which does not exist"
-        file = Path(str(spec.origin))
-        stub = file.with_suffix(".pyi")
-        has_stub = stub.exists()
-        text = (stub if has_stub else file).read_text(encoding="utf-8")
-        if name in text and name in (_read_imports(text) if has_stub else _read_all(text)):
+        loader: Any = spec.loader
+        read: Callable[[str], Iterable[str]]
+        try:
+            text, read = loader.get_data(f"{spec.origin}i").decode(), _read_imports
+        except FileNotFoundError:
+            text, read = loader.get_data(spec.origin).decode(), _read_all
+        if name in text and name in read(text):
             homes.append(module)
     return homes
 

@@ -502,7 +502,7 @@ def test_copies_are_equal_and_others_are_not(recipe: Recipe) -> None:
     ],
 )
 def test_errors_read_alike(make: Callable[[Any], Any], error: type[Exception], text: str) -> None:
-    for of in (expstore, torchrl):
+    for of in (expstore.specs, torchrl):
         with pytest.raises(error, match=text):
             make(of)
 
