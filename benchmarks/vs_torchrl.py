@@ -241,7 +241,7 @@ def measure_queries(pair: Pair, suffix: str) -> Iterator[Result]:
             lambda: theirs.query(traj.reward.sum() > effort.least_return),
         ),
         "return-query": (
-            lambda: ours.query(expstore.traj.reward.sum() > effort.least_return),
+            lambda: ours.query(expstore.trajectories.traj.reward.sum() > effort.least_return),
             lambda: theirs.query(traj.reward.sum() > effort.least_return),
         ),
         "reward-sql": (

@@ -11,13 +11,15 @@ import importlib
 import sys
 from collections.abc import Callable, Iterable
 from functools import cache
+from typing import Any
 
 
 def attach(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` of a package that import the names of its `__init__.pyi` lazily.
 
     A name that the stub imports from a module becomes a name of the package and of its `__all__`. A module
-    that the stub imports from a package becomes an attribute only.
+    that the stub imports from a package becomes an attribute only. The error for any other name says which
+    of these modules have it.
 
     Args:
         package: `__name__` of the package.
@@ -25,17 +27,11 @@ def attach(package: str) -> tuple[Callable[[str], object], Callable[[], list[str
 
     @cache
     def read() -> dict[str, tuple[str, str]]:
-        import ast  # here, so that importing a package is quick until one of its names is used
         import pkgutil
 
         stub = pkgutil.get_data(package, "__init__.pyi")
         assert stub is not None, f"the stub of {package} is missing"
-        return {
-            item.asname or item.name: (node.module, item.name)
-            for node in ast.parse(stub).body
-            if isinstance(node, ast.ImportFrom) and node.module
-            for item in node.names
-        }
+        return _read_imports(stub.decode())
 
     def load(name: str) -> object:
         value: object
@@ -53,7 +49,12 @@ def attach(package: str) -> tuple[Callable[[str], object], Callable[[], list[str
             else:
                 value = getattr(importlib.import_module(home), attribute)
         else:
-            raise AttributeError(_describe_missing(package, name, read()), obj=sys.modules[package])
+            homes = [] if name.startswith("_") else _find_homes(package, name, read())
+            message = _describe_missing(package, name, homes, read())
+            # `from package import name` replaces an AttributeError by a message of its own.
+            if homes and sys._getframe(1).f_code.co_name == "_handle_fromlist":
+                raise ImportError(message, name=package)
+            raise AttributeError(message, obj=sys.modules[package])
         setattr(sys.modules[package], name, value)
         return value
 
@@ -63,11 +64,58 @@ def attach(package: str) -> tuple[Callable[[str], object], Callable[[], list[str
     return load, list_names
 
 
-def _describe_missing(package: str, name: str, known: Iterable[str]) -> str:
-    """Return the error message for a missing name, with the most similar known name if there is one."""
+def _read_imports(stub: str) -> dict[str, tuple[str, str]]:
+    """Return the names that a stub imports, each with the module and the name that it has there."""
+    import ast  # here, so that importing a package is quick until one of its names is used
+
+    return {
+        item.asname or item.name: (node.module, item.name)
+        for node in ast.parse(stub).body
+        if isinstance(node, ast.ImportFrom) and node.module
+        for item in node.names
+    }
+
+
+def _read_all(source: str) -> Iterable[str]:
+    """Return the `__all__` of a module."""
+    import ast
+
+    return next(
+        ast.literal_eval(node.value)
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+
+
+def _find_homes(package: str, name: str, known: dict[str, tuple[str, str]]) -> list[str]:
+    """Return the modules in the stub of a package that list a name: in their stub, or in `__all__`.
+
+    Reads their source: an import may take seconds, or need a library that is not installed.
+    """
+    from importlib.util import find_spec
+
+    homes = []
+    for module in (f"{home}.{short}" for short, (home, _) in known.items() if home == package):
+        spec = find_spec(module)
+        assert spec is not None, f"the stub of {package} lists {module}, which does not exist"
+        loader: Any = spec.loader
+        read: Callable[[str], Iterable[str]]
+        try:
+            text, read = loader.get_data(f"{spec.origin}i").decode(), _read_imports
+        except FileNotFoundError:
+            text, read = loader.get_data(spec.origin).decode(), _read_all
+        if name in text and name in read(text):
+            homes.append(module)
+    return homes
+
+
+def _describe_missing(package: str, name: str, homes: list[str], known: Iterable[str]) -> str:
+    """Return the error message for a missing name: where it is, or the most similar known name."""
     import difflib
 
     message = f"module {package!r} has no attribute {name!r}"
+    if homes:
+        return f"{message}; it is {' or '.join(f'{home}.{name}' for home in homes)}"
     near = [] if name.startswith("_") else difflib.get_close_matches(name, known, 1)
     return f"{message}; did you mean {near[0]!r}?" if near else message
 

@@ -75,7 +75,7 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
 
     Example:
         >>> import torchrl.data
-        >>> from expstore import ExpStorage
+        >>> from expstore.torchrl import ExpStorage
         >>> storage = ExpStorage("run.exp", capacity=100_000)
         >>> buffer = torchrl.data.TensorDictReplayBuffer(storage=storage, batch_size=256)
         >>> index = buffer.extend(batch)
@@ -390,7 +390,7 @@ class TorchRLOfflineToOnline(
     `expstore.trainers.to_torchrl`, with the state of a buffer.
 
     Example:
-        >>> from expstore import OfflineToOnlineReplayBuffer
+        >>> from expstore.datasets import OfflineToOnlineReplayBuffer
         >>> both = OfflineToOnlineReplayBuffer(rb, online_capacity=100, batch_size=32)
         >>> type(expstore.trainers.to_torchrl(both)).__name__
         'TorchRLOfflineToOnline'

@@ -266,7 +266,7 @@ def to_torchrl(replay_buffer: Any) -> Any:
         MissingExtraError: TorchRL is not installed.
 
     Example:
-        >>> from expstore import OfflineToOnlineReplayBuffer
+        >>> from expstore.datasets import OfflineToOnlineReplayBuffer
         >>> both = OfflineToOnlineReplayBuffer(rb, online_capacity=100_000, batch_size=256)
         >>> buffer = expstore.trainers.to_torchrl(both)  # the replay_buffer= of an OfflineToOnlineTrainer
     """

@@ -552,9 +552,9 @@ class ReplayBuffer:
     ) -> list[Any]:
         """Return the trajectories that meet a condition, oldest first.
 
-        For a condition built with `expstore.traj` only the fields that it names are read; complete rows are
-        read only for the trajectories that meet it. `sql` and `episodes` also include episodes whose rows
-        were removed.
+        For a condition built with `expstore.trajectories.traj` only the fields that it names are read;
+        complete rows are read only for the trajectories that meet it. `sql` and `episodes` also include
+        episodes whose rows were removed.
 
         Args:
             predicate: A condition built with `traj`, or a function of a `Trajectory`; None: all trajectories.
@@ -569,7 +569,7 @@ class ReplayBuffer:
                 per trajectory.
 
         Example:
-            >>> from expstore import traj
+            >>> from expstore.trajectories import traj
             >>> rb.query((traj.reward.sum() > 100) & (traj.length >= 50))
         """
         storage, batches = self._store.storage, self._batches

@@ -33,7 +33,8 @@ class SampleUnit(ABC):
     A subclass defines `expand` as in torchrl, in terms of indices.
 
     Example:
-        >>> from expstore import MemoryStorage, ReplayBuffer, SampleUnit
+        >>> from expstore import MemoryStorage, ReplayBuffer
+        >>> from expstore.buffers import SampleUnit
         >>> class WithFirst(SampleUnit):
         ...     def expand(self, index, info, storage):
         ...         return torch.cat([index, torch.zeros(1, dtype=torch.int64)]), {}
@@ -83,7 +84,8 @@ class Transition(SampleUnit):
     """Use the sampled rows alone, as without a unit.
 
     Example:
-        >>> from expstore import MemoryStorage, ReplayBuffer, Transition
+        >>> from expstore import MemoryStorage, ReplayBuffer
+        >>> from expstore.buffers import Transition
         >>> rb = ReplayBuffer(storage=MemoryStorage(10), sample_unit=Transition(), batch_size=4)
     """
 
@@ -130,7 +132,8 @@ class Sequence(SampleUnit):
         ArgumentError: A number is too small, or sequences would cross the ends of episodes.
 
     Example:
-        >>> from expstore import MemoryStorage, Sequence, TensorDictReplayBuffer
+        >>> from expstore import MemoryStorage, TensorDictReplayBuffer
+        >>> from expstore.buffers import Sequence
         >>> unit = Sequence(length=3, burn_in=1)
         >>> rb = TensorDictReplayBuffer(storage=MemoryStorage(10), sample_unit=unit, batch_size=2)
         >>> rb.extend(TensorDict({"observation": torch.zeros(10, 3)}, [10]))

@@ -56,7 +56,8 @@ class OfflineToOnlineReplayBuffer:
             reads other steps; the data set is not a buffer, or an argument has the wrong type.
 
     Example:
-        >>> from expstore import LazyTensorStorage, OfflineToOnlineReplayBuffer, ReplayBuffer
+        >>> from expstore import LazyTensorStorage, ReplayBuffer
+        >>> from expstore.datasets import OfflineToOnlineReplayBuffer
         >>> offline = ReplayBuffer(storage=LazyTensorStorage(100))
         >>> offline.extend(TensorDict({"observation": torch.zeros(100, 4)}, [100])).shape
         torch.Size([100])
@@ -221,7 +222,8 @@ def prefill_replay_buffer(rb: Any, dataset: Any, n_samples: int | None = None, c
             buffer, or not a number.
 
     Example:
-        >>> from expstore import LazyTensorStorage, ReplayBuffer, prefill_replay_buffer
+        >>> from expstore import LazyTensorStorage, ReplayBuffer
+        >>> from expstore.datasets import prefill_replay_buffer
         >>> dataset = ReplayBuffer(storage=LazyTensorStorage(50))
         >>> dataset.extend(TensorDict({"observation": torch.zeros(50, 4)}, [50])).shape
         torch.Size([50])

@@ -73,7 +73,7 @@ def register_dataset(prefix: str, dataset: Factory | str, *, replace: bool = Fal
         KeyError: The prefix is registered already.
 
     Example:
-        >>> from expstore import D4RLExperienceReplay, register_dataset
+        >>> from expstore.datasets import D4RLExperienceReplay, register_dataset
         >>> def open_dataset(dataset_id, **keywords):
         ...     return D4RLExperienceReplay(dataset_id, source=f"/data/{dataset_id}.hdf5", **keywords)
         >>> register_dataset("lab", open_dataset)

@@ -39,7 +39,8 @@ class SamplerEnsemble(Members):
             `num_buffer_sampled` is below 1.
 
     Example:
-        >>> from expstore import RandomSampler, SamplerEnsemble
+        >>> from expstore import RandomSampler
+        >>> from expstore.samplers import SamplerEnsemble
         >>> samplers = SamplerEnsemble(RandomSampler(), RandomSampler(), p=[1, 3])
         >>> samplers.p
         tensor([0.2500, 0.7500])

@@ -4,4 +4,3 @@ from expstore.schema.schema import OBJECT as OBJECT
 from expstore.schema.schema import Field as Field
 from expstore.schema.schema import Schema as Schema
 from expstore.schema.schema import arrow_dtype as arrow_dtype
-from expstore.schema.schema import is_name as is_name

@@ -69,7 +69,8 @@ class TensorSpec(ABC):
         domain: "continuous", "discrete", or neither.
 
     Example:
-        >>> from expstore import Bounded, TensorSpec
+        >>> from expstore import Bounded
+        >>> from expstore.specs import TensorSpec
         >>> spec = Bounded(-1, 1, shape=(3,))
         >>> isinstance(spec, TensorSpec), spec.shape, spec.dtype
         (True, torch.Size([3]), torch.float32)

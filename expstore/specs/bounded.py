@@ -180,7 +180,7 @@ class BoundedContinuous(Bounded):
     """Spec whose elements are numbers from `low` to `high`. See Bounded.
 
     Example:
-        >>> from expstore import BoundedContinuous
+        >>> from expstore.specs import BoundedContinuous
         >>> BoundedContinuous(0, 1, shape=(2,)).domain
         'continuous'
     """
@@ -201,7 +201,7 @@ class BoundedDiscrete(Bounded):
     """Spec whose elements are integers from `low` to `high`. See Bounded.
 
     Example:
-        >>> from expstore import BoundedDiscrete
+        >>> from expstore.specs import BoundedDiscrete
         >>> BoundedDiscrete(0, 255, shape=(2,), dtype=torch.uint8).domain
         'discrete'
     """
@@ -326,7 +326,7 @@ class UnboundedContinuous(Unbounded):
     """Spec whose elements are any numbers of a dtype. See Unbounded.
 
     Example:
-        >>> from expstore import UnboundedContinuous
+        >>> from expstore.specs import UnboundedContinuous
         >>> UnboundedContinuous((2,)).domain
         'continuous'
     """
@@ -336,7 +336,7 @@ class UnboundedDiscrete(Unbounded):
     """Spec whose elements are any integers of a dtype. See Unbounded.
 
     Example:
-        >>> from expstore import UnboundedDiscrete
+        >>> from expstore.specs import UnboundedDiscrete
         >>> UnboundedDiscrete((2,)).dtype
         torch.int64
     """

@@ -40,7 +40,7 @@ class NonTensor(LeafSpec):
         ValueError: Both `batched` and `feature_dims` are given.
 
     Example:
-        >>> from expstore import NonTensor
+        >>> from expstore.specs import NonTensor
         >>> spec = NonTensor(shape=(), example_data="go")
         >>> spec.rand().data
         'go'
@@ -147,7 +147,8 @@ class Choice(TensorSpec):
         ValueError: The choices differ in shape, dtype or device, or there are no choices.
 
     Example:
-        >>> from expstore import Bounded, Choice
+        >>> from expstore import Bounded
+        >>> from expstore.specs import Choice
         >>> spec = Choice([Bounded(0, 1, shape=()), Bounded(5, 6, shape=())])
         >>> spec.is_in(torch.tensor(5.5)), spec.is_in(torch.tensor(3.0))
         (True, False)

@@ -27,7 +27,8 @@ class StorageEnsemble(Members):
         ArgumentError: The number of transforms differs from the number of storages.
 
     Example:
-        >>> from expstore import MemoryStorage, StorageEnsemble
+        >>> from expstore import MemoryStorage
+        >>> from expstore.storages import StorageEnsemble
         >>> storages = StorageEnsemble(MemoryStorage(10), MemoryStorage(20))
         >>> len(storages)
         2

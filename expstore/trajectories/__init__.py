@@ -1,4 +1,4 @@
-"""Conditions on trajectories, and batches split into trajectories.
+"""Conditions on trajectories, batches split into trajectories, and transforms of rollouts.
 
 Names are imported on first use.
 """

@@ -1,11 +1,9 @@
-from expstore.trajectories.predicates import Condition as Condition
+from expstore.trajectories.postprocs import DensifyReward as DensifyReward
+from expstore.trajectories.postprocs import MultiStep as MultiStep
 from expstore.trajectories.predicates import Trajectory as Trajectory
 from expstore.trajectories.predicates import TrajectoryPredicate as TrajectoryPredicate
-from expstore.trajectories.predicates import check_predicate as check_predicate
 from expstore.trajectories.predicates import filter_trajectories as filter_trajectories
-from expstore.trajectories.predicates import find_entry as find_entry
 from expstore.trajectories.predicates import iter_trajectories as iter_trajectories
-from expstore.trajectories.predicates import split as split
 from expstore.trajectories.predicates import traj as traj
 from expstore.trajectories.splitting import DEFAULT_DONE_KEYS as DEFAULT_DONE_KEYS
 from expstore.trajectories.splitting import find_start_stop_traj as find_start_stop_traj

@@ -39,7 +39,7 @@ class MultiStep(nn.Module):
         ArgumentError: `gamma` is not a number; a number is out of range.
 
     Example:
-        >>> from expstore import MultiStep
+        >>> from expstore.trajectories import MultiStep
         >>> reward, done = torch.ones(4, 1), torch.tensor([[False], [False], [True], [False]])
         >>> data = TensorDict({"next": {"reward": reward, "done": done, "x": torch.arange(4)}}, [4])
         >>> made = MultiStep(gamma=0.5, n_steps=2)(data)
@@ -133,7 +133,7 @@ class DensifyReward(nn.Module):
         discount: The factor for a reward that is one step later.
 
     Example:
-        >>> from expstore import DensifyReward
+        >>> from expstore.trajectories import DensifyReward
         >>> reward, done = torch.tensor([[0.0], [0.0], [3.0]]), torch.tensor([[False], [False], [True]])
         >>> data = TensorDict({"next": {"reward": reward, "done": done}}, [3])
         >>> DensifyReward()(data)["next", "reward"][:, 0]

@@ -36,7 +36,7 @@ class Trajectory(TensorClass["nocast"]):  # type: ignore[misc, name-defined]
         ArgumentError: `data` does not have exactly one batch dim.
 
     Example:
-        >>> from expstore import Trajectory
+        >>> from expstore.trajectories import Trajectory
         >>> trajectory = Trajectory(TensorDict({"reward": torch.ones(3)}, [3]))
         >>> trajectory.length, trajectory.total_reward
         (3, tensor(3.))
@@ -139,7 +139,7 @@ class TrajectoryPredicate:
         keys: The fields that it reads; None if they are unknown.
 
     Example:
-        >>> from expstore import Trajectory, traj
+        >>> from expstore.trajectories import Trajectory, traj
         >>> condition = (traj.reward.sum() > 2) & (traj.length < 200)
         >>> condition(Trajectory(TensorDict({"reward": torch.ones(3)}, [3])))
         True
@@ -428,7 +428,7 @@ def iter_trajectories(data: Any, trajectory_key: str | Key | None = None) -> Ite
         ArgumentError: `data` is not a TensorDict; `data` does not have exactly one batch dim.
 
     Example:
-        >>> from expstore import iter_trajectories
+        >>> from expstore.trajectories import iter_trajectories
         >>> data = TensorDict({"episode": torch.tensor([0, 0, 1]), "reward": torch.ones(3)}, [3])
         >>> [trajectory.length for trajectory in iter_trajectories(data)]
         [2, 1]
@@ -465,7 +465,7 @@ def filter_trajectories(
             exactly one batch dim.
 
     Example:
-        >>> from expstore import filter_trajectories, traj
+        >>> from expstore.trajectories import filter_trajectories, traj
         >>> data = TensorDict({"episode": torch.tensor([0, 0, 1]), "reward": torch.ones(3)}, [3])
         >>> len(filter_trajectories(data, traj.reward.sum() > 1))
         1

@@ -56,7 +56,7 @@ def split_trajectories(
             has more than one value per step.
 
     Example:
-        >>> from expstore import split_trajectories
+        >>> from expstore.trajectories import split_trajectories
         >>> done = torch.tensor([False, False, True, False, False])
         >>> data = TensorDict({"x": torch.arange(5), ("next", "done"): done}, [5])
         >>> split_trajectories(data)["x"]
@@ -222,7 +222,7 @@ def find_start_stop_traj(
         RuntimeError: There are no rows, or `cursor` is not one of them.
 
     Example:
-        >>> from expstore import find_start_stop_traj
+        >>> from expstore.trajectories import find_start_stop_traj
         >>> end = torch.tensor([False, False, True, False, False])
         >>> start, stop, lengths = find_start_stop_traj(end=end, at_capacity=True)
         >>> start[:, 0], stop[:, 0], lengths

@@ -4,4 +4,3 @@ from expstore.writers.writers import TensorDictMaxValueWriter as TensorDictMaxVa
 from expstore.writers.writers import TensorDictRoundRobinWriter as TensorDictRoundRobinWriter
 from expstore.writers.writers import Writer as Writer
 from expstore.writers.writers import WriterEnsemble as WriterEnsemble
-from expstore.writers.writers import default_writer as default_writer

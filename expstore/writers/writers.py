@@ -697,7 +697,8 @@ class WriterEnsemble(Members):
         members: One writer per member.
 
     Example:
-        >>> from expstore import RoundRobinWriter, WriterEnsemble
+        >>> from expstore import RoundRobinWriter
+        >>> from expstore.writers import WriterEnsemble
         >>> len(WriterEnsemble(RoundRobinWriter(), RoundRobinWriter()))
         2
     """

@@ -33,7 +33,7 @@ def test_these_are_the_classes() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_constructors_take_torchrls_arguments(name: str) -> None:
-    cls = getattr(expstore, name)
+    cls = getattr(expstore.datasets, name)
     assert issubclass(cls, DatasetReplayBuffer)
     parameters = [*inspect.signature(find_theirs(name).__init__).parameters.values()][1:]
     theirs = {one.name: one for one in parameters if one.kind is not one.VAR_KEYWORD}
@@ -48,7 +48,7 @@ def test_constructors_take_torchrls_arguments(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_arguments_are_documented(name: str) -> None:
-    cls = getattr(expstore, name)
+    cls = getattr(expstore.datasets, name)
     for parameter in first_by_name(constructors(cls)):
         documents = [base.__doc__ or "" for base in cls.__mro__ if "__init__" in vars(base) or base is cls]
         assert parameter.startswith("_") or any(f"        {parameter}: " in text for text in documents)

@@ -25,7 +25,7 @@ import torchrl.data
 import torchrl.data.replay_buffers as theirs
 
 import expstore
-from tests.support.torchrl_names import NAMES, their
+from tests.support.torchrl_names import NAMES, find_own, find_own_module, their
 
 #: Blocks of a docstring that cannot run anywhere here, by the name and a line in them.
 CANNOT = {
@@ -52,14 +52,14 @@ def documented() -> dict[str, str]:
     """Return the docstrings with examples of all classes, methods and functions that are offered here."""
     found: dict[str, str] = {}
     for name in NAMES:
-        if not hasattr(expstore, name):
+        if find_own_module(name) is None:
             continue
         other = their(name)
         found[name] = other.__doc__ or ""
         for base in inspect.getmro(other) if inspect.isclass(other) else ():
             if base.__module__.startswith(theirs.__name__):
                 for member, value in vars(base).items():
-                    offered = not member.startswith("_") and hasattr(getattr(expstore, name), member)
+                    offered = not member.startswith("_") and hasattr(find_own(name), member)
                     if offered and home(value).startswith("torchrl."):
                         found.setdefault(f"{base.__name__}.{member}", getattr(value, "__doc__", None) or "")
     return {name: text for name, text in found.items() if ">>> " in text}
@@ -82,9 +82,9 @@ def replaced(source: str) -> str:
 
     def rewrite(match: re.Match[str]) -> str:
         names = [name.strip() for name in (match[1] or match[2]).split(",") if name.strip()]
-        own = [name for name in names if hasattr(expstore, name.split(" as ")[0])]
-        rest = [name for name in names if name not in own]
-        lines = [f"from expstore import {', '.join(own)}"] if own else []
+        homes = {name: find_own_module(name.split(" as ")[0]) for name in names}
+        rest = [name for name, place in homes.items() if place is None]
+        lines = [f"from {place} import {name}" for name, place in homes.items() if place]
         if rest:
             lines.append(re.sub(r"import.*", f"import {', '.join(rest)}", match[0], flags=re.DOTALL))
         return "; ".join(lines)
@@ -123,6 +123,8 @@ def run(name: str, *, here: bool) -> list[Outcome]:
     """Run a docstring's examples in one namespace, as an interpreter would; go on after failures."""
     home = expstore if here else torchrl.data
     names: dict[str, Any] = {word: getattr(home, word) for word in dir(home) if not word.startswith("_")}
+    if here:
+        names |= {word: find_own(word) for word in NAMES if find_own_module(word)}
     names |= {"torch": torch, "TensorDict": tensordict.TensorDict, "__name__": "example"}
     outcomes = []
     for example in examples(name):

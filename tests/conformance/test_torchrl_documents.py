@@ -24,11 +24,8 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import (
-    AtariDQNExperienceReplay,
     LazyMemmapStorage,
     LazyTensorStorage,
-    MinariExperienceReplay,
-    MultiStep,
     PrioritizedSampler,
     RandomCropTensorDict,
     ReplayBuffer,
@@ -37,8 +34,9 @@ from expstore import (
     SliceSampler,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
-    split_trajectories,
 )
+from expstore.datasets import AtariDQNExperienceReplay, MinariExperienceReplay
+from expstore.trajectories import MultiStep, split_trajectories
 from tests.support.atari_files import LoggedRing, play
 
 with warnings.catch_warnings():
@@ -518,8 +516,8 @@ SPECS: dict[str, tuple[tuple[Any, ...], str]] = {
 @pytest.mark.parametrize("name", SPECS)
 def test_specs_have_the_names_of_the_document(name: str) -> None:
     arguments, now = SPECS[name]
-    spec, other = getattr(expstore, name)(*arguments), getattr(torchrl.data, now)(*arguments)
-    assert isinstance(spec, expstore.TensorSpec)
+    spec, other = getattr(expstore.specs, name)(*arguments), getattr(torchrl.data, now)(*arguments)
+    assert isinstance(spec, expstore.specs.TensorSpec)
     assert (spec.shape, spec.dtype, spec.domain) == (other.shape, other.dtype, other.domain)
     value = other.rand()
     assert spec.is_in(value)
@@ -527,9 +525,9 @@ def test_specs_have_the_names_of_the_document(name: str) -> None:
 
 
 def test_specs_are_composed_under_the_name_of_the_document() -> None:
-    spec = expstore.CompositeSpec(
-        {"observation": expstore.UnboundedContinuousTensorSpec((4,))},
-        action=expstore.OneHotDiscreteTensorSpec(2),
+    spec = expstore.specs.CompositeSpec(
+        {"observation": expstore.specs.UnboundedContinuousTensorSpec((4,))},
+        action=expstore.specs.OneHotDiscreteTensorSpec(2),
     )
     row = spec.rand()
     assert spec.is_in(row)

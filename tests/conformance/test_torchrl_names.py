@@ -10,6 +10,7 @@ import inspect
 import re
 from collections.abc import Iterable, Iterator
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -19,7 +20,17 @@ import torchrl.data.replay_buffers as theirs
 import expstore
 from expstore.core import torchrl_keywords
 from tests.support.shape import count_own_parameters
-from tests.support.torchrl_names import MODULES, NAMES, PAGE, embed, module, their
+from tests.support.torchrl_names import (
+    MODULES,
+    NAMES,
+    OWN_MODULES,
+    PAGE,
+    embed,
+    find_own,
+    find_own_module,
+    module,
+    their,
+)
 
 STATUSES = ("same", "better", "not offered")
 
@@ -69,21 +80,21 @@ BUFFERS: dict[str, dict[str, Any]] = {
 }
 
 
-def table() -> dict[str, tuple[str, str]]:
-    """Return what docs/torchrl.md says of each name: the status and how, or why not."""
-    found: dict[str, tuple[str, str]] = {}
+def table() -> dict[str, tuple[str, str, str]]:
+    """Return what docs/torchrl.md says of each name: its module, the status and how, or why not."""
+    found: dict[str, tuple[str, str, str]] = {}
     for line in PAGE.read_text().partition("<!-- missing members -->")[0].splitlines():
         if not line.startswith("| `"):
             continue
-        names, status, how = (cell.strip() for cell in line.strip("| ").split(" | "))
+        names, place, status, how = (cell.strip() for cell in line.strip("| ").split(" | "))
         for name in re.findall(r"`(\w+)`", names):
             assert name not in found, f"{name} stands there twice"
-            found[name] = (status, how)
+            found[name] = (place.strip("`"), status, how)
     return found
 
 
 TABLE = table()
-OFFERED = sorted(name for name, (status, _) in TABLE.items() if status != "not offered")
+OFFERED = sorted(name for name, (_, status, _) in TABLE.items() if status != "not offered")
 
 
 @pytest.mark.guarantee(
@@ -93,19 +104,22 @@ OFFERED = sorted(name for name, (status, _) in TABLE.items() if status != "not o
 )
 def test_every_name_is_in_the_table() -> None:
     assert set(TABLE) == set(NAMES)
-    assert {status for status, _ in TABLE.values()} == set(STATUSES)
-    assert not [name for name, (_, how) in TABLE.items() if len(how) < 8]
+    assert {status for _, status, _ in TABLE.values()} == set(STATUSES)
+    assert not [name for name, (_, _, how) in TABLE.items() if len(how) < 8]
 
 
 def test_every_shared_name_is_in_the_table() -> None:
-    offered = set(expstore.__all__)
+    offered = {name for place in OWN_MODULES for name in import_module(place).__all__}
     for place in MODULES:
         assert {name for name in dir(module(place)) if name in offered} <= set(NAMES), place
 
 
 def test_exactly_the_offered_names_can_be_imported() -> None:
-    assert [name for name in TABLE if hasattr(expstore, name)] == [name for name in TABLE if name in OFFERED]
-    assert set(OFFERED) <= set(expstore.__all__)
+    places = {name: find_own_module(name) or "none" for name in TABLE}
+    assert {name: place for name, (place, _, _) in TABLE.items()} == places
+    assert [name for name, place in places.items() if place != "none"] == [
+        name for name in TABLE if name in OFFERED
+    ]
 
 
 def constructors(cls: type) -> Iterator[inspect.Parameter]:
@@ -174,7 +188,7 @@ def positional(parameters: Iterable[inspect.Parameter], less: Iterable[str] = ()
 @pytest.mark.guarantee("torchrl/names")
 @pytest.mark.parametrize("name", OFFERED)
 def test_constructors_take_torchrls_arguments(name: str) -> None:
-    own, other = getattr(expstore, name), their(name)
+    own, other = find_own(name), their(name)
     if inspect.isfunction(other):
         assert inspect.signature(own).parameters.keys() == inspect.signature(other).parameters.keys()
     if not inspect.isclass(other):
@@ -272,7 +286,7 @@ def test_ignored_keywords_are_refused_except_for_defaults(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(name for name in OFFERED if name.endswith("Sampler")))
 def test_samplers_have_few_parameters_of_their_own(name: str) -> None:
-    assert count_own_parameters(getattr(expstore, name)) <= 16
+    assert count_own_parameters(find_own(name)) <= 16
 
 
 def members(cls: type) -> set[str]:

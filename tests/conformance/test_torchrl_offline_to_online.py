@@ -72,7 +72,7 @@ def make_trainer(rb: Any, **more: Any) -> Any:
 def make_buffer(folder: Path) -> Any:
     offline = expstore.open(folder / "offline.exp", capacity=100, seed=1)
     offline.extend(environment().rollout(30))
-    return expstore.OfflineToOnlineReplayBuffer(
+    return expstore.datasets.OfflineToOnlineReplayBuffer(
         offline, online_storage=expstore.LazyTensorStorage(100, seed=2), batch_size=8
     )
 
@@ -125,12 +125,12 @@ def test_both_objects_are_one_buffer() -> None:
         offline = expstore.ReplayBuffer(storage=expstore.LazyTensorStorage(10, seed=1))
         offline.extend(torch.arange(10))
         storage = expstore.LazyTensorStorage(10, seed=2)
-        return expstore.OfflineToOnlineReplayBuffer(offline, online_storage=storage, batch_size=4)
+        return expstore.datasets.OfflineToOnlineReplayBuffer(offline, online_storage=storage, batch_size=4)
 
     rb, expected = make(), make()
     theirs = expstore.trainers.to_torchrl(rb)
     assert isinstance(theirs, torchrl.data.OfflineToOnlineReplayBuffer)
-    assert isinstance(theirs, expstore.OfflineToOnlineReplayBuffer)
+    assert isinstance(theirs, expstore.datasets.OfflineToOnlineReplayBuffer)
     theirs.extend(torch.arange(20, 30))
     expected.extend(torch.arange(20, 30))
     drawn = [rb.sample().tolist(), theirs.sample().tolist(), rb.sample().tolist()]

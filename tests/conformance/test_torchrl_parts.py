@@ -102,7 +102,7 @@ def test_data_sets_are_not_written(tmp_path: Path) -> None:
 
 
 def test_a_writer_without_a_storage_says_so() -> None:
-    with pytest.raises(expstore.StateError, match="no storage"):
+    with pytest.raises(expstore.errors.StateError, match="no storage"):
         expstore.RoundRobinWriter().extend(numbers(0, 1))
 
 
@@ -464,7 +464,7 @@ def test_load_hooks_run_in_loads(tmp_path: Path, name: str) -> None:
     assert two[:]["x"].tolist() == [100, 101, 102, 103]
     other.register_load_hook(lambda rows: {"x": rows["x"]})
     other.extend(numbers(50, 2))
-    with pytest.raises(expstore.SchemaError):
+    with pytest.raises(expstore.errors.SchemaError):
         other.loads(tmp_path / "versions")
     assert other[:]["x"].tolist() == [50, 51]
     for rb in (one, two, other):
@@ -540,7 +540,7 @@ def test_hooks_of_the_offline_to_online_trainer(kind: str) -> None:
     offline = expstore.ReplayBuffer(storage=expstore.LazyTensorStorage(20, seed=1), batch_size=4)
     offline.extend(episodes((10, 10)))
     if kind == "expstore":
-        rb: Any = expstore.OfflineToOnlineReplayBuffer(offline, online_capacity=20, batch_size=8)
+        rb: Any = expstore.datasets.OfflineToOnlineReplayBuffer(offline, online_capacity=20, batch_size=8)
     else:  # OfflineToOnlineTrainer takes a buffer of this class only
         online = ExpStorage(expstore.LazyTensorStorage(20, seed=2))
         rb = OfflineToOnlineReplayBuffer(offline, online_storage=online, batch_size=8)

@@ -26,8 +26,8 @@ from unittest.mock import patch
 import numpy as np
 
 import expstore
-from expstore import StorageError
 from expstore.core import tuning
+from expstore.errors import StorageError
 from expstore.storages.columns import column_set_writer
 from expstore.storages.engine import store
 from tests.crash import ledger as facts

@@ -117,7 +117,7 @@ said = []
 for _ in range(2):  # the second one meets what the first one has left
     try:
         import_dataset(AtariDQNReader(source), target)
-    except expstore.StorageError as exc:
+    except expstore.errors.StorageError as exc:
         said.append([exc.kind, str(exc)])
     assert not target.exists()
 assert [name for name in os.listdir(disk) if not name.startswith(".")] == ["ballast"]

@@ -63,14 +63,14 @@ while len(errors) < 6:
     try:
         rb.extend(batch(count, rows))
         count += rows
-    except expstore.StorageError as exc:
+    except expstore.errors.StorageError as exc:
         errors.append(exc)
         assert exc.kind == "disk_full" and exc.errno == errno.ENOSPC, repr(exc)
         rb.sample()
     assert count < 100_000
 try:
     rb.flush()
-except expstore.StorageError as exc:
+except expstore.errors.StorageError as exc:
     assert exc.kind == "disk_full", repr(exc)
 held_rows = rb.storage.last
 assert held_rows == count, (held_rows, count)
@@ -95,7 +95,7 @@ try:
     while True:
         rb.extend(batch(count, rows))
         count += rows
-except expstore.StorageError as exc:
+except expstore.errors.StorageError as exc:
     assert exc.kind == "disk_full", repr(exc)
 print("rows", count, flush=True)
 os._exit(0)
@@ -106,7 +106,7 @@ import sys, torch, expstore
 try:
     with expstore.open(sys.argv[1] + "/run.exp", mode="r") as rb:
         print("followed", rb.storage.last, bool((rb[:]["x"] == torch.arange(rb.storage.last)).all()))
-except expstore.StorageError as exc:
+except expstore.errors.StorageError as exc:
     print("refused", exc.kind)
 """
 
@@ -179,12 +179,12 @@ try:
     while True:
         rb.extend(batch(count, 5))
         count += 5
-except expstore.StorageError as exc:
+except expstore.errors.StorageError as exc:
     assert exc.kind == "disk_full", repr(exc)
 fill("ballast2")
 try:
     rb.storage.close()  # without an index, which takes and gives space itself
-except expstore.StorageError as exc:
+except expstore.errors.StorageError as exc:
     assert exc.kind == "disk_full", repr(exc)
 fill("ballast3")
 with expstore.open(store) as rb:
@@ -194,7 +194,7 @@ with expstore.open(store) as rb:
 fill("ballast4")  # now nothing is reserved
 try:
     expstore.open(store).close()
-except expstore.StorageError as exc:
+except expstore.errors.StorageError as exc:
     assert exc.kind == "disk_full", repr(exc)
     needed = int(exc.hint.removeprefix("opening the store takes about ").split()[0])
     assert needed < 200_000, exc

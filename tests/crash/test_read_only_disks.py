@@ -50,14 +50,14 @@ assert any(out.rglob("*.parquet")) or out.is_file()
 for mode in ("a", "w"):
     try:
         expstore.open(store, mode=mode, capacity=50)
-    except expstore.StorageError as exc:
+    except expstore.errors.StorageError as exc:
         assert (exc.errno, exc.kind) == (errno.EROFS, "read_only"), repr(exc)
         assert "mode='r'" in str(exc), exc
     else:
         raise SystemExit("it was opened for writing")
 try:
     expstore.open(store.parent / "new.exp")
-except expstore.StorageError as exc:
+except expstore.errors.StorageError as exc:
     assert exc.kind == "read_only", repr(exc)
 print("all")
 """

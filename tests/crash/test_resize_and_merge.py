@@ -126,7 +126,7 @@ def test_a_resize_is_killed(tmp_path: Path, new: int, stride: int, count_cases: 
         killed_at(lambda disk: expstore.resize(copy, capacity=new, disk=disk), at)
         try:
             seen = picture(copy, "r")
-        except expstore.StorageError as exc:  # while the parts are moved; a writer finishes that
+        except expstore.errors.StorageError as exc:  # while the parts are moved; a writer finishes that
             if exc.kind != "half_loaded":
                 raise
             refused, seen = refused + 1, wanted

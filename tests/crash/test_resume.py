@@ -19,7 +19,6 @@ import expstore
 from expstore import (
     ConsumingSampler,
     MemoryStorage,
-    NotReadyError,
     PrioritizedSampler,
     PrioritizedSliceSampler,
     RandomSampler,
@@ -31,6 +30,7 @@ from expstore import (
     StreamingSliceSampler,
     TensorDictReplayBuffer,
 )
+from expstore.errors import NotReadyError
 from expstore.samplers.base import Sampler
 
 pytestmark = pytest.mark.index

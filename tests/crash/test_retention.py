@@ -15,10 +15,10 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 import expstore
-from expstore import CorruptionError
 from expstore.core import tuning
 from expstore.core.id_set import IdSet
 from expstore.disk.files import Disk
+from expstore.errors import CorruptionError
 from expstore.maintenance import verify
 from expstore.storages import ArrowStorage, ZarrStorage
 from expstore.storages.columns.flat import FlatColumn

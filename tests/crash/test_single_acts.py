@@ -395,7 +395,7 @@ def check(states: list[tuple[str, Path]], stride: int) -> int:
             continue
         try:
             read = picture(at, "r")
-        except expstore.StorageError as exc:
+        except expstore.errors.StorageError as exc:
             if exc.kind != "half_loaded":
                 raise AssertionError(f"a reader after {act}") from exc
             read = None

@@ -185,6 +185,20 @@ def test_every_public_name_is_described_once() -> None:
     assert len(names) > 150
 
 
+def test_a_name_is_at_the_top_and_in_one_module_at_most() -> None:
+    homes: dict[tuple[str, str], list[str]] = {}
+    for module in site_pages.NAMESPACES.values():
+        for pair in site_pages.public_names(module).items():
+            homes.setdefault(pair, []).append(module)
+    assert {pair: found for pair, found in homes.items() if len(set(found) - {"expstore"}) > 1} == {}
+
+
+def test_the_top_level_has_few_names() -> None:
+    stub = ast.parse((ROOT / "expstore" / "__init__.pyi").read_text())
+    names = [item.name for node in stub.body if isinstance(node, ast.ImportFrom) for item in node.names]
+    assert len(names) <= 110
+
+
 @pytest.mark.slow
 def test_every_public_name_has_a_docstring() -> None:
     bare = []

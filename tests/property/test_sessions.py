@@ -317,7 +317,7 @@ def make(path: Path) -> None:
     opened(path, mode="x", seed=3).close()
 
 
-def client(server: Serving) -> expstore.RemoteReplayBuffer:
+def client(server: Serving) -> expstore.remote.RemoteReplayBuffer:
     return expstore.connect(f"{server.url}/run")
 
 
@@ -377,7 +377,7 @@ def killed_server(path: Path) -> None:
         url = f"{told['listening']}/run"
         with (
             expstore.connect(url) as other,
-            expstore.connect(url, retries=expstore.Retries(seconds=30, first=0.01, seed=1)) as rb,
+            expstore.connect(url, retries=expstore.remote.Retries(seconds=30, first=0.01, seed=1)) as rb,
         ):
             rb.extend(rows(0, 4), source="robot")
             child.kill()

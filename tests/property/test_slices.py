@@ -16,13 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import expstore
-from expstore import (
-    NotReadyError,
-    PrioritizedSliceSampler,
-    SliceSampler,
-    SliceSamplerWithoutReplacement,
-)
+from expstore import PrioritizedSliceSampler, SliceSampler, SliceSamplerWithoutReplacement
 from expstore.core.draws import Draws
+from expstore.errors import NotReadyError
 from tests.support.case_selection import in_full, share
 from tests.support.slice_model import Batch, Cell, Drawn, Fields, Model, cover
 from tests.support.slice_stores import Scenario, World, scenarios, use_short_rings

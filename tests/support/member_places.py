@@ -15,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 
 import expstore
-from expstore import Retries
 from expstore.api import Settings
 from expstore.buffers.local_member import LocalMember
 from expstore.buffers.member import Member
 from expstore.errors import ExpStoreError, RemoteError, StateError
+from expstore.remote import Retries
 from tests.support.servers import KillableServer, Serving
 from tests.support.shard_rows import rows_of
 from tests.support.tcp_proxy import Proxy

@@ -121,7 +121,7 @@ def follow(path: Path, seconds: float, made: Any, ready: Any, seed: int) -> dict
                 episodes = "SELECT count(*) FROM episodes WHERE status = 'terminated' AND length <> 25"
                 if rb.sql(episodes).fetchall() != [(0,)]:
                     found["wrong"] = "an episode had another length"
-            except expstore.StateError:
+            except expstore.errors.StateError:
                 found["overtaken"] += 1
         found["last"] = rb.storage.window.last
         found["redraws"] = rb.stats()["redraws"]

@@ -16,7 +16,6 @@ from typing import Any
 
 import torchrl.data.replay_buffers as theirs
 
-import expstore
 from expstore.core.torchrl_members import REASONS
 from tests.support.paths import ROOT
 
@@ -47,6 +46,13 @@ ELSEWHERE = {
 #: Modules of TorchRL of which everything that expstore offers is compared.
 MODULES = ("torchrl.data", "torchrl.data.tensor_specs", "torchrl.envs.transforms", "torchrl.trainers")
 
+#: Modules of expstore that have names of TorchRL.
+OWN_MODULES = (
+    "expstore",
+    *(f"expstore.{name}" for name in ("buffers", "datasets", "samplers", "specs", "storages")),
+    *(f"expstore.{name}" for name in ("trajectories", "writers")),
+)
+
 #: All names of TorchRL that are compared.
 NAMES = (*theirs.__all__, *ELSEWHERE)
 
@@ -54,6 +60,20 @@ NAMES = (*theirs.__all__, *ELSEWHERE)
 def their(name: str) -> Any:
     """Return an object of torchrl by name."""
     return getattr(module(ELSEWHERE.get(name, theirs.__name__)), name)
+
+
+def find_own_module(name: str) -> str | None:
+    """Return the module of expstore that has a name of torchrl: the top level if it has it."""
+    return next((place for place in OWN_MODULES if name in import_module(place).__all__), None)
+
+
+def find_own(name: str) -> Any:
+    """Return the object of expstore for a name of torchrl.
+
+    Raises:
+        AttributeError: expstore does not offer it.
+    """
+    return getattr(import_module(find_own_module(name) or "expstore"), name)
 
 
 def module(name: str) -> Any:
@@ -97,12 +117,12 @@ def find_missing() -> dict[str, set[str]]:
     """
     missing = {}
     for name in theirs.__all__:
-        if not inspect.isclass(their(name)) or not hasattr(expstore, name):
+        if not inspect.isclass(their(name)) or find_own_module(name) is None:
             continue
         asked = members_of(their(name))
         if name == "ConditionalUpdateResult":
             asked = {one for one in asked if one in vars(their(name)) and one.startswith("up")}
-        missing[name] = asked - members_of(getattr(expstore, name))
+        missing[name] = asked - members_of(find_own(name))
     return {name: lacked for name, lacked in missing.items() if lacked}
 
 

@@ -21,13 +21,14 @@ import torchrl.data.replay_buffers as theirs
 from tensordict import TensorDict, is_tensor_collection
 
 import expstore
+from tests.support.torchrl_names import find_own, find_own_module
 
 THEIRS = SimpleNamespace(
     name="torchrl", **{name: getattr(theirs, name) for name in theirs.__all__}, samplers=theirs.samplers
 )
 OURS = SimpleNamespace(
     name="expstore",
-    **{name: getattr(expstore, name) for name in theirs.__all__ if hasattr(expstore, name)},
+    **{name: find_own(name) for name in theirs.__all__ if find_own_module(name)},
     samplers=expstore.samplers,
 )
 #: Names of rows here in addition to TorchRL's index.

@@ -60,7 +60,7 @@ def test_the_lines_below_the_writers_do_not_load_torch() -> None:
 
 
 def test_errors_can_be_named_without_torch() -> None:
-    assert loaded_after("import expstore\nexpstore.LockedError, expstore.Schema").isdisjoint(
+    assert loaded_after("import expstore\nexpstore.errors.LockedError, expstore.Schema").isdisjoint(
         {"torch", "zarr"}
     )
 
@@ -88,8 +88,8 @@ def test_every_public_name_resolves() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("buffers", "collectors", "datasets", "exchange", "schema", "specs", "storages", "trajectories"),
-        "writers",
+        *("buffers", "cluster", "cold", "collectors", "datasets", "exchange", "remote", "schema", "specs"),
+        *("storages", "trajectories", "writers"),
     ],
 )
 def test_every_name_of_a_lazy_package_resolves(name: str) -> None:
@@ -100,17 +100,39 @@ def test_every_name_of_a_lazy_package_resolves(name: str) -> None:
         package.no_such_name  # noqa: B018
 
 
-def test_the_data_set_classes_are_names_of_the_package() -> None:
+def test_the_data_set_classes_are_names_of_their_module() -> None:
     names = [name for name in expstore.datasets.__all__ if name.endswith("ExperienceReplay")]
     assert len(names) == 11
-    for name in (*names, "load_dataset", "register_dataset"):
-        assert getattr(expstore, name) is getattr(expstore.datasets, name)
-        assert name in expstore.__all__
+    assert expstore.load_dataset is expstore.datasets.load_dataset
+    assert set(expstore.__all__).isdisjoint({*names, "register_dataset"})
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no_such_name"):
         expstore.no_such_name  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("Stacked", "expstore.specs.Stacked"),  # a package with a stub
+        ("SamplerEnsemble", "expstore.samplers.SamplerEnsemble"),  # a package with `__all__`
+        ("LockedError", "expstore.errors.LockedError"),  # a module
+        ("to_torchrl", "expstore.specs.to_torchrl or expstore.trainers.to_torchrl"),
+    ],
+)
+def test_the_error_of_a_name_says_which_module_has_it(name: str, place: str) -> None:
+    message = f"^module 'expstore' has no attribute '{name}'; it is {place}$"
+    with pytest.raises(AttributeError, match=message):
+        getattr(expstore, name)
+    with pytest.raises(ImportError, match=message):
+        exec(f"from expstore import {name}")
+    assert not hasattr(expstore, name)
+
+
+def test_the_error_of_a_name_imports_no_module() -> None:
+    code = "import expstore\nhasattr(expstore, 'ExpStorage')\nhasattr(expstore, 'Record')"
+    assert loaded_after(code).isdisjoint(SLOW)
 
 
 def test_the_version_is_the_installed_one() -> None:

@@ -20,6 +20,7 @@ from pandas import DataFrame
 from tensordict import TensorDict
 
 import expstore
+from expstore import datasets
 from expstore.api.settings import Settings
 from expstore.cli.app import run
 from expstore.errors import (
@@ -79,49 +80,49 @@ WRONG: list[tuple[Callable[[Path], object], type[ExpStoreError], str]] = [
         "TensorDictReplayBuffer takes no positional arguments, got int",
     ),
     (lambda path: expstore.load_dataset("minarii:x"), ArgumentError, "did you mean minari? The supported"),
-    (lambda path: expstore.D4RLExperienceReplay("hoper-medium-v2"), ArgumentError, "'hopper-medium-v2'?"),
-    (lambda path: expstore.OpenMLExperienceReplay("adult_onhot"), ArgumentError, "mean 'adult_onehot'?"),
-    (lambda path: expstore.OpenXExperienceReplay("cmu_stretc"), ArgumentError, "mean 'cmu_stretch'?"),
-    (lambda path: expstore.AtariDQNExperienceReplay("Pogn/5"), ArgumentError, "did you mean 'Pong/5'?"),
-    (lambda path: expstore.GenDGRLExperienceReplay("bigfsh-10M"), ArgumentError, "mean 'bigfish-10M'?"),
+    (lambda path: datasets.D4RLExperienceReplay("hoper-medium-v2"), ArgumentError, "'hopper-medium-v2'?"),
+    (lambda path: datasets.OpenMLExperienceReplay("adult_onhot"), ArgumentError, "mean 'adult_onehot'?"),
+    (lambda path: datasets.OpenXExperienceReplay("cmu_stretc"), ArgumentError, "mean 'cmu_stretch'?"),
+    (lambda path: datasets.AtariDQNExperienceReplay("Pogn/5"), ArgumentError, "did you mean 'Pong/5'?"),
+    (lambda path: datasets.GenDGRLExperienceReplay("bigfsh-10M"), ArgumentError, "mean 'bigfish-10M'?"),
     (
-        lambda path: expstore.VD4RLExperienceReplay("main/walker_walk/randm/64px"),
+        lambda path: datasets.VD4RLExperienceReplay("main/walker_walk/randm/64px"),
         ArgumentError,
         "did you mean 'main/walker_walk/random/64px'? All names: VD4RLExperienceReplay.available_datasets",
     ),
     (
-        lambda path: expstore.RobosetExperienceReplay("DAPG(expert)/door_v2-v1"),
+        lambda path: datasets.RobosetExperienceReplay("DAPG(expert)/door_v2-v1"),
         ArgumentError,
         "did you mean 'DAPG(expert)/door_v2d-v1'?",
     ),
     (
-        lambda path: expstore.D4RLExperienceReplay(name="hopper-medium-v2"),  # type: ignore[call-arg]
+        lambda path: datasets.D4RLExperienceReplay(name="hopper-medium-v2"),  # type: ignore[call-arg]
         ArgumentError,
         "D4RLExperienceReplay got an unexpected keyword argument 'name'; use dataset_id='hopper-medium-v2'; "
         "other versions of TorchRL's classes call it name",
     ),
     (
-        lambda path: expstore.LeRobotExperienceReplay(dataset_id="lerobot/pusht"),  # type: ignore[call-arg]
+        lambda path: datasets.LeRobotExperienceReplay(dataset_id="lerobot/pusht"),  # type: ignore[call-arg]
         ArgumentError,
         "use repo_id='lerobot/pusht'; other versions of TorchRL's classes call it dataset_id",
     ),
     (
-        lambda path: expstore.MinariExperienceReplay(),  # type: ignore[call-arg]
+        lambda path: datasets.MinariExperienceReplay(),  # type: ignore[call-arg]
         ArgumentError,
         "MinariExperienceReplay needs dataset_id; pass it as the first argument",
     ),
     (
-        lambda path: expstore.VD4RLExperienceReplay("x", batchsize=3),  # type: ignore[call-arg]
+        lambda path: datasets.VD4RLExperienceReplay("x", batchsize=3),  # type: ignore[call-arg]
         ArgumentError,
         "VD4RLExperienceReplay got an unexpected keyword argument 'batchsize'; use batch_size=3",
     ),
     (
-        lambda path: expstore.AtariDQNExperienceReplay("Pong/5", root=path, batchsize=3),
+        lambda path: datasets.AtariDQNExperienceReplay("Pong/5", root=path, batchsize=3),
         ArgumentError,
         "AtariDQNExperienceReplay got an unexpected keyword argument 'batchsize'; use batch_size=3",
     ),
     (
-        lambda path: expstore.D4RLExperienceReplay("hopper-medium-v2", batchsize=3),
+        lambda path: datasets.D4RLExperienceReplay("hopper-medium-v2", batchsize=3),
         StateError,
         "did you mean batch_size? The arguments are batch_size, dataset_id",
     ),

@@ -24,11 +24,11 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 import expstore
-from expstore import NotReadyError, StateError
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.buffers.sample_units import Sequence
 from expstore.core.draw_state import DrawState
 from expstore.disk.files import Disk
+from expstore.errors import NotReadyError, StateError
 from expstore.rate_limiters import MinSize, RateLimiter, SampleToInsertRatio
 from expstore.storages.format.journal import Kind, read_journal
 from expstore.storages.format.records import Mark
@@ -141,7 +141,7 @@ def test_rows_that_are_not_returned_do_not_count() -> None:
     with pytest.raises(NotReadyError, match="none is left"):
         rb.sample(2)
     assert limiter.describe()["sampled"] == 6
-    with pytest.raises(expstore.SchemaError):
+    with pytest.raises(expstore.errors.SchemaError):
         rb.extend(TensorDict({"y": torch.zeros(3)}, [3]))
     assert limiter.can_insert(4)
     assert not limiter.can_insert(15)

@@ -135,7 +135,7 @@ def test_a_full_buffer_replaces_the_oldest_steps(store_path: Path, kind: str, n_
     ours.reset()
     theirs.reset()
     assert (ours.size(), ours.pos, ours.full) == (theirs.size(), theirs.pos, theirs.full) == (0, 0, False)
-    with pytest.raises(expstore.NotReadyError, match="no rows"):
+    with pytest.raises(expstore.errors.NotReadyError, match="no rows"):
         ours.sample(1)
     for step in steps_of(OBSERVATIONS[kind], ACTIONS["discrete"], n_envs, 3):
         ours.add(*step)
@@ -281,7 +281,7 @@ def test_pickling_keeps_the_store_and_not_its_rows(store_path: Path) -> None:
     assert len(saved) < 3000
     ours.close()
     for use_buffer in (ours.size, lambda: ours.add(*next(steps_of(VECTOR, ACTIONS["discrete"], 1, 1)))):
-        with pytest.raises(expstore.StateError, match="is closed; make or load another buffer"):
+        with pytest.raises(expstore.errors.StateError, match="is closed; make or load another buffer"):
             use_buffer()
     copy = pickle.loads(saved)
     assert (copy.size(), copy.pos, copy.buffer_size) == (7, 7, 40)
@@ -296,7 +296,7 @@ def test_a_copy_waits_until_the_other_buffer_is_closed(store_path: Path) -> None
     for step in steps_of(VECTOR, ACTIONS["discrete"], 1, 7):
         ours.add(*step)
     copy = pickle.loads(pickle.dumps(ours))
-    with pytest.raises(expstore.LockedError, match=r"use that buffer, or close\(\) it first"):
+    with pytest.raises(expstore.errors.LockedError, match=r"use that buffer, or close\(\) it first"):
         copy.size()
     assert ours.size() == 7
     ours.close()
@@ -324,7 +324,9 @@ def test_a_saved_buffer_refuses_another_store(store_path: Path) -> None:
     saved = pickle.dumps(ours)
     ours.close()
     expstore.open(store_path, mode="w", capacity=40).close()
-    with pytest.raises(expstore.StateError, match=r"was saved over store .* if the store was moved, make a"):
+    with pytest.raises(
+        expstore.errors.StateError, match=r"was saved over store .* if the store was moved, make a"
+    ):
         pickle.loads(saved)
     expstore.open(store_path, capacity=40).close()  # it was not left open
 
@@ -348,7 +350,7 @@ def test_loading_the_buffer_of_a_store_that_is_gone_keeps_the_buffer_of_the_mode
         pytest.raises(expstore.ExpStoreError, match="if the store was moved") as raised,
     ):
         model.load_replay_buffer(file)
-    wanted = expstore.NotFoundError if change == "deleted" else expstore.StateError
+    wanted = expstore.errors.NotFoundError if change == "deleted" else expstore.errors.StateError
     assert isinstance(raised.value, wanted)
     assert (tmp_path / "gone.exp").exists() == (change == "replaced")
     model.learn(20, reset_num_timesteps=False)
@@ -384,7 +386,7 @@ def test_a_model_that_only_predicts_is_loaded_without_the_store(store_path: Path
     words = (
         r"close\(\) it first; a model that only predicts .* replay_buffer_class=None, replay_buffer_kwargs={}"
     )
-    with pytest.raises(expstore.LockedError, match=words):
+    with pytest.raises(expstore.errors.LockedError, match=words):
         DQN.load(tmp_path / "model.zip")
     loaded = DQN.load(tmp_path / "model.zip", replay_buffer_class=None, replay_buffer_kwargs={})
     seen = np.zeros(4, np.float32)
@@ -477,11 +479,11 @@ def test_what_cannot_be_converted(store_path: Path, tmp_path: Path) -> None:
     with pytest.raises(expstore.ArgumentError, match=r"got a DQN; pass model\.replay_buffer"):
         sb3.convert(model, tmp_path / "new.exp")  # type: ignore[arg-type]
     model.save_replay_buffer(tmp_path / "ours.pkl")
-    with pytest.raises(expstore.SchemaError, match="has the path of its store, not its rows"):
+    with pytest.raises(expstore.errors.SchemaError, match="has the path of its store, not its rows"):
         sb3.convert(tmp_path / "ours.pkl", tmp_path / "new.exp")
     model.replay_buffer.close()
     plain = buffers.ReplayBuffer(40, VECTOR, ACTIONS["discrete"], "cpu", handle_timeout_termination=False)
-    with pytest.raises(expstore.SchemaError, match="the ReplayBuffer has no rows"):
+    with pytest.raises(expstore.errors.SchemaError, match="the ReplayBuffer has no rows"):
         sb3.convert(plain, tmp_path / "new.exp")
     for step in steps_of(VECTOR, ACTIONS["discrete"], 1, 4):
         plain.add(*step)
@@ -764,7 +766,7 @@ def test_options_of_the_store_count_for_batches_with_new_goals(store_path: Path)
         batches={"rate_limiter": SampleToInsertRatio(1.0, 8, 1000, timeout=0)},
     )
     fill(ours, env, 6)
-    with pytest.raises(expstore.NotReadyError, match="6 of min_size_to_sample = 8"):
+    with pytest.raises(expstore.errors.NotReadyError, match="6 of min_size_to_sample = 8"):
         ours.sample(4)
     fill(ours, env, 34)
     numbers = ours.rb.sql("SELECT _id FROM transitions ORDER BY _id").fetchall()
@@ -781,7 +783,7 @@ def test_the_environment_is_set_anew_after_unpickling(store_path: Path) -> None:
     ours.close()
     copy = pickle.loads(saved)
     assert copy.env is None
-    with pytest.raises(expstore.StateError, match="set_env"):
+    with pytest.raises(expstore.errors.StateError, match="set_env"):
         copy.sample(8)
     copy.set_env(env)
     assert copy.sample(8).rewards.shape == (8, 1)
@@ -836,7 +838,7 @@ def test_rows_are_sampled_by_priority(store_path: Path) -> None:
     batch = ours.sample(64)
     assert set(batch.ids.tolist()) == {4}
     assert set(batch.rewards.flatten().tolist()) == {3.0}
-    with pytest.raises(expstore.PriorityError):
+    with pytest.raises(expstore.errors.PriorityError):
         ours.update_priorities(ids, -np.ones(8))
     ours.close()
 
@@ -971,7 +973,7 @@ def test_another_capacity_is_refused(store_path: Path) -> None:
     words = (
         "has capacity 40, .* asks for 50 rows; pass buffer_size=40, or run `expstore resize .* --capacity 50`"
     )
-    with pytest.raises(expstore.StateError, match=words):
+    with pytest.raises(expstore.errors.StateError, match=words):
         sb3.ReplayBuffer(50, VECTOR, ACTIONS["discrete"], "cpu", path=store_path)
     assert cli(["resize", str(store_path), "--capacity", "50"]) == 0
     sb3.ReplayBuffer(50, VECTOR, ACTIONS["discrete"], "cpu", path=store_path).close()
@@ -981,7 +983,9 @@ def test_other_rows_are_named_before_another_capacity(store_path: Path) -> None:
     ours, _ = pair(store_path, VECTOR, ACTIONS["discrete"])
     ours.add(*next(steps_of(VECTOR, ACTIONS["discrete"], 1, 1)))
     ours.close()
-    with pytest.raises(expstore.StateError, match=r"do not fit the environment: observation is float32"):
+    with pytest.raises(
+        expstore.errors.StateError, match=r"do not fit the environment: observation is float32"
+    ):
         sb3.ReplayBuffer(50, IMAGE, ACTIONS["discrete"], "cpu", path=store_path)
 
 
@@ -1020,7 +1024,7 @@ def test_the_store_of_another_environment_is_refused(
     for step in steps_of(VECTOR, actions["discrete"], 1, 3):
         ours.add(*step)
     ours.close()
-    with pytest.raises(expstore.StateError, match=re.escape(words)) as raised:
+    with pytest.raises(expstore.errors.StateError, match=re.escape(words)) as raised:
         pair(store_path, OBSERVATIONS[observation], actions[action])
     assert f"the rows of {store_path} do not fit the environment" in str(raised.value)
     assert "choose another store for each environment" in str(raised.value)
@@ -1033,11 +1037,11 @@ def test_a_buffer_that_cannot_be_closed_in_order_is_closed(store_path: Path) -> 
     ours, _ = pair(store_path, VECTOR, ACTIONS["discrete"])
     ours.add(*next(steps_of(VECTOR, ACTIONS["discrete"], 1, 1)))
     storage = ours.rb.storage
-    storage.health.failure = expstore.StorageError("cannot sync")
-    with pytest.raises(expstore.StateError, match="can no longer be written: cannot sync"):
+    storage.health.failure = expstore.errors.StorageError("cannot sync")
+    with pytest.raises(expstore.errors.StateError, match="can no longer be written: cannot sync"):
         ours.close()
     assert not storage.lock_file.held
-    with pytest.raises(expstore.StateError, match="make or load another buffer"):
+    with pytest.raises(expstore.errors.StateError, match="make or load another buffer"):
         ours.size()
     ours.close()
 
@@ -1045,7 +1049,7 @@ def test_a_buffer_that_cannot_be_closed_in_order_is_closed(store_path: Path) -> 
 def test_a_store_without_a_capacity_is_refused(store_path: Path) -> None:
     expstore.open(store_path, seed=1).close()
     with pytest.raises(
-        expstore.StateError, match="has no capacity, .*; run `expstore resize .* --capacity 40`"
+        expstore.errors.StateError, match="has no capacity, .*; run `expstore resize .* --capacity 40`"
     ):
         pair(store_path, VECTOR, ACTIONS["discrete"])
     assert cli(["resize", str(store_path), "--capacity", "40"]) == 0
@@ -1073,7 +1077,7 @@ def test_a_buffer_of_other_environments_is_refused_at_the_first_step(
     ours.close()
     copy = pickle.loads(saved)
     words = "was made for 4 environments, and add.. got steps of 2; make a model of these environments over"
-    with pytest.raises(expstore.StateError, match=words):
+    with pytest.raises(expstore.errors.StateError, match=words):
         copy.add(*next(steps_of(VECTOR, ACTIONS["discrete"], 2, 1)))
     assert copy.size() == 0
     copy.close()

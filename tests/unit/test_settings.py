@@ -23,12 +23,12 @@ from expstore import (
     Durability,
     EpisodeKeys,
     Layout,
-    NonTensor,
-    SchemaError,
     Unbounded,
 )
 from expstore.disk.files import ReadingDisk
+from expstore.errors import SchemaError
 from expstore.schema.field_parser import schema_of
+from expstore.specs import NonTensor
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.format.manifest import Manifest
@@ -147,8 +147,13 @@ WRONG: list[tuple[str, Any, type[Exception], str]] = [
     ("batches", {"prefetch": -1}, ValueError, "prefetch must be at least 0, got -1"),
     ("batches", {"prefetch": 1.5}, TypeError, "prefetch must be a whole number, got 1.5"),
     ("batches", {"generator": 3}, TypeError, "generator must be a torch.Generator, got 3"),
-    ("batches", {"device": "no-such-device"}, expstore.StateError, "no-such-device"),
-    ("batches", {"rate_limiter": 3}, expstore.StateError, "rate_limiter=3 is a int, not a RateLimiter"),
+    ("batches", {"device": "no-such-device"}, expstore.errors.StateError, "no-such-device"),
+    (
+        "batches",
+        {"rate_limiter": 3},
+        expstore.errors.StateError,
+        "rate_limiter=3 is a int, not a RateLimiter",
+    ),
     ("batches", {"sample_unit": 3}, Exception, "sample_unit"),
     ("batches", {"transform": 3}, Exception, "transform"),
     (
@@ -338,7 +343,7 @@ def test_buffers_over_others_get_tensors(tmp_path: Path) -> None:
     ensemble = expstore.ReplayBufferEnsemble(*members, batch_size=8)
     assert isinstance(ensemble.sample()["a"], torch.Tensor)
     assert isinstance(ensemble.sample(as_numpy=True)["a"], np.ndarray)
-    both = expstore.OfflineToOnlineReplayBuffer(members[0], online_capacity=10, batch_size=4)
+    both = expstore.datasets.OfflineToOnlineReplayBuffer(members[0], online_capacity=10, batch_size=4)
     assert isinstance(both.sample()["a"], torch.Tensor)
     with pytest.raises(TypeError, match="made with as_numpy=True"):
         expstore.ReplayBufferTrainer(members[0], batch_size=4).sample()

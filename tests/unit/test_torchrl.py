@@ -20,9 +20,9 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore import ExpStorage
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.memory import MemoryStorage
+from expstore.torchrl import ExpStorage
 from tests.support import warm_processes
 from tests.support.paths import ROOT
 from tests.support.tuned import few_rows_in_memory
@@ -189,7 +189,7 @@ import os, signal, sys, warnings
 warnings.simplefilter("ignore")
 from tests.unit import test_torchrl as test
 from torchrl import data as theirs
-from expstore import ExpStorage
+from expstore.torchrl import ExpStorage
 rb = theirs.TensorDictReplayBuffer(storage=ExpStorage(sys.argv[1], capacity=40, seed=1, source="w"))
 for first in range(0, 60, 12):
     rb.extend(test.rows(12, first))
@@ -298,7 +298,7 @@ def test_another_process_reads(store_path: Path, monkeypatch: pytest.MonkeyPatch
         rb.extend(rows(10, 10))
         assert follower._mutation_revision != revision
         assert len(other) == 20
-        with pytest.raises(expstore.StateError, match="read"):
+        with pytest.raises(expstore.errors.StateError, match="read"):
             other.extend(rows(1))
         copied = pickle.loads(pickle.dumps(rb))
         assert copied.sample().shape == (8,)
@@ -312,7 +312,7 @@ def test_a_writer_that_was_set_later_is_aligned(storage: ExpStorage) -> None:
     rb = theirs.TensorDictReplayBuffer(storage=storage)
     rb.extend(rows(10))
     rb.set_writer(theirs.TensorDictRoundRobinWriter())
-    with pytest.raises(expstore.StateError, match="at 0, but the store's next rows are at 10"):
+    with pytest.raises(expstore.errors.StateError, match="at 0, but the store's next rows are at 10"):
         rb.add(rows(1, 10)[0])
     assert len(rb) == 10
     storage.align(rb)
@@ -323,7 +323,9 @@ def test_batches_of_more_dims_are_refused_where_all_dims_are_rows(store_path: Pa
     with ExpStorage(store_path, capacity=CAPACITY).buffer as kept:
         rb = theirs.TensorDictReplayBuffer(storage=ExpStorage(kept))
         batch = torch.stack([rows(5), rows(5, 7)])
-        with pytest.raises(expstore.SchemaError, match=r"2 rows were to be written, and the batch has 10"):
+        with pytest.raises(
+            expstore.errors.SchemaError, match=r"2 rows were to be written, and the batch has 10"
+        ):
             rb.extend(batch)
         assert len(rb) == 0
         rb.extend(batch.reshape(-1))
@@ -339,7 +341,7 @@ def test_changes_that_would_reach_copies_only_are_refused(storage: ExpStorage) -
         lambda: rb.set_at_(("next", "reward"), zeros[:2], torch.arange(2)),
         lambda: rb.update_(TensorDict({"next": {"reward": zeros}}, [10])),
     ):
-        with pytest.raises(expstore.StateError, match="returns copies: the store was not changed"):
+        with pytest.raises(expstore.errors.StateError, match="returns copies: the store was not changed"):
             change()
     assert (rb[:]["next", "reward"] == 1).all()
 
@@ -373,11 +375,11 @@ def test_unsuitable_stores_are_refused(tmp_path: Path) -> None:
         ExpStorage(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="capacity: settings are only allowed with a folder"):
         ExpStorage(MemoryStorage(3), capacity=3)
-    with pytest.raises(expstore.StateError, match="keeps objects"):
+    with pytest.raises(expstore.errors.StateError, match="keeps objects"):
         ExpStorage(expstore.ListStorage(3))
     best = expstore.open(tmp_path / "best.exp", capacity=3, writer=expstore.TensorDictMaxValueWriter("a"))
     best.extend(TensorDict({"a": torch.ones(2)}, [2]))
-    with best, pytest.raises(expstore.StateError, match="the best rows only"):
+    with best, pytest.raises(expstore.errors.StateError, match="the best rows only"):
         ExpStorage(best)
 
 
@@ -387,7 +389,7 @@ def test_a_store_without_bound_is_not_emptied(store_path: Path) -> None:
         rb.empty()
         assert rb.extend(rows(10)).tolist() == list(range(10))
         assert rb.sample().shape == (4,)
-        with pytest.raises(expstore.StateError, match="never reuses indices"):
+        with pytest.raises(expstore.errors.StateError, match="never reuses indices"):
             rb.empty()
 
 
@@ -396,7 +398,7 @@ def test_indices_without_rows_are_not_drawn() -> None:
     rb = theirs.TensorDictReplayBuffer(storage=ExpStorage(kept), batch_size=4)
     rb.extend(rows(10))
     kept._retire(3)  # as an extend that was killed leaves it
-    with pytest.raises(expstore.StateError, match="without gaps"):
+    with pytest.raises(expstore.errors.StateError, match="without gaps"):
         rb.sample()
     rb.extend(rows(33, 10))
     assert rb.sample().shape == (4,)
@@ -408,7 +410,7 @@ def test_a_process_that_is_started_to_write_is_refused_before(store_path: Path) 
         rb.extend(rows(3))
         set_spawning_popen(object())
         try:
-            with pytest.raises(expstore.StateError, match="a store has one writer"):
+            with pytest.raises(expstore.errors.StateError, match="a store has one writer"):
                 pickle.dumps(rb.storage)
         finally:
             set_spawning_popen(None)
@@ -438,7 +440,7 @@ def test_cursors_of_any_kind(storage: ExpStorage, cut: Any) -> None:
 
 @pytest.mark.slow
 def test_without_torchrl_the_reason_is_given() -> None:
-    code = "import sys; sys.modules['torchrl'] = None\nimport expstore\nexpstore.ExpStorage"
+    code = "import sys; sys.modules['torchrl'] = None\nimport expstore\nexpstore.torchrl.ExpStorage"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment

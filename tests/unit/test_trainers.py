@@ -271,9 +271,11 @@ def test_priorities_need_a_buffer_that_says_which_rows_it_gave() -> None:
 
 def test_batches_that_do_not_fit_are_refused() -> None:
     hook = both(max_dims=[-1, 2])[0]
-    with pytest.raises(expstore.SchemaError, match=r"\[2, 3\], and max_dims=\[-1, 2\] is smaller"):
+    with pytest.raises(expstore.errors.SchemaError, match=r"\[2, 3\], and max_dims=\[-1, 2\] is smaller"):
         hook.extend(batch_of(2, 3))
-    with pytest.raises(expstore.SchemaError, match=r"max_dims=\[-1, 2\] has 2 sizes, the batch has 1 dims"):
+    with pytest.raises(
+        expstore.errors.SchemaError, match=r"max_dims=\[-1, 2\] has 2 sizes, the batch has 1 dims"
+    ):
         hook.extend(batch_of(2, 3)[0])
     assert len(hook.replay_buffer) == 0
 
@@ -307,7 +309,7 @@ def test_invalid_batches_are_refused() -> None:
 
 @pytest.mark.parametrize("state", [{"buffer": {}}, None, {"replay_buffer": None}])
 def test_a_state_of_something_else_is_refused(state: Any) -> None:
-    with pytest.raises(expstore.StateError, match="not a state of a ReplayBufferTrainer"):
+    with pytest.raises(expstore.errors.StateError, match="not a state of a ReplayBufferTrainer"):
         both()[0].load_state_dict(state)
 
 

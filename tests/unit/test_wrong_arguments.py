@@ -21,19 +21,15 @@ from expstore import (
     LazyTensorStorage,
     ListStorage,
     MemoryStorage,
-    NoRowError,
     PrioritizedSampler,
-    QueryError,
     RandomSampler,
     ReplayBufferEnsemble,
     SamplerWithoutReplacement,
-    SchemaError,
     SliceSampler,
-    SnapshotError,
-    StateError,
     TensorDictReplayBuffer,
     TensorStorage,
 )
+from expstore.errors import NoRowError, QueryError, SchemaError, SnapshotError, StateError
 
 
 def rows(*shape: int) -> TensorDict:
@@ -307,5 +303,7 @@ def test_a_limiter_that_timed_out_is_named() -> None:
         storage=LazyTensorStorage(10), batch_size=4, rate_limiter=expstore.MinSize(5, timeout=0.0)
     )
     rb.extend(rows(4))
-    with pytest.raises(expstore.NotReadyError, match=r"extend\(\) .*, or give the limiter a longer timeout"):
+    with pytest.raises(
+        expstore.errors.NotReadyError, match=r"extend\(\) .*, or give the limiter a longer timeout"
+    ):
         rb.sample()

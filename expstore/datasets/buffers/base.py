@@ -129,7 +129,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         LockedError: Another process is making the store.
 
     Example:
-        >>> from expstore import BaseDatasetExperienceReplay, D4RLExperienceReplay
+        >>> from expstore.datasets import BaseDatasetExperienceReplay, D4RLExperienceReplay
         >>> from expstore.datasets import make_sample
         >>> source = make_sample("d4rl", "hopper_medium-v2.hdf5")
         >>> data = D4RLExperienceReplay("hopper-medium-v2", batch_size=32, source=source)

@@ -422,7 +422,7 @@ class LeRobotExperienceReplay(DatasetReplayBuffer):
                 key.
 
         Example:
-            >>> from expstore import LeRobotExperienceReplay
+            >>> from expstore.datasets import LeRobotExperienceReplay
             >>> columns = {
             ...     "observation.state": torch.zeros(8, 7),
             ...     "action": torch.zeros(8, 7),

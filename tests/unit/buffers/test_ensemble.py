@@ -22,14 +22,14 @@ from expstore import (
     ReplayBuffer,
     ReplayBufferEnsemble,
     RoundRobinWriter,
-    SamplerEnsemble,
     SamplerWithoutReplacement,
     SliceSampler,
-    StorageEnsemble,
     TensorDictReplayBuffer,
-    WriterEnsemble,
 )
 from expstore.errors import NotReadyError, StateError
+from expstore.samplers import SamplerEnsemble
+from expstore.storages import StorageEnsemble
+from expstore.writers import WriterEnsemble
 from tests.support.batches import trajectory_rows
 from tests.support.flat_storages import flatten_dims
 from tests.support.forks import collect_from_child

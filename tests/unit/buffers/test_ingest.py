@@ -12,13 +12,14 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore import MemoryStorage, NotReadyError, SchemaError
+from expstore import MemoryStorage
 from expstore.buffers.ingest import Ingest
 from expstore.buffers.row_index import RowIndex
 from expstore.buffers.row_styles import PlainRows
 from expstore.buffers.store_handle import StoreHandle
 from expstore.buffers.write_options import WriteOptions
 from expstore.core.values import Array
+from expstore.errors import NotReadyError, SchemaError
 from expstore.rate_limiters import SampleToInsertRatio
 from expstore.schema.schema import Schema
 from expstore.transforms import Compose
@@ -149,6 +150,6 @@ def test_the_bits_of_bfloat16_are_no_values_of_it(tmp_path: Path, single: bool) 
         bits = torch.ones((3,) if single else (1, 3), dtype=torch.uint16)
         write = rb.add if single else rb.extend
         for rows in ({"a": bits.numpy()}, TensorDict({"a": bits}, [] if single else [1])):
-            with pytest.raises(expstore.SchemaError, match="uint16"):
+            with pytest.raises(expstore.errors.SchemaError, match="uint16"):
                 write(rows)
         assert rb[:]["a"].tolist() == [[1.0] * 3] * 4

@@ -21,15 +21,14 @@ from tensordict import TensorDict
 import expstore
 from expstore import (
     MemoryStorage,
-    NotReadyError,
     PrioritizedSampler,
     RandomSampler,
     SamplerWithoutReplacement,
     StalenessAwareSampler,
-    StateError,
     TensorDictReplayBuffer,
 )
 from expstore.core.values import Selection
+from expstore.errors import NotReadyError, StateError
 from expstore.samplers.base import Sampler
 from expstore.storages.base import Storage
 from tests.support.batches import numbered_rows

@@ -20,12 +20,13 @@ from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 
 import expstore
-from expstore import CorruptionError, QueryError, Retain, StateError
+from expstore import Retain
 from expstore.cli.app import run
 from expstore.cold.download import restore
 from expstore.core import tuning
 from expstore.core.id_set import IdSet
 from expstore.disk.files import Disk, File
+from expstore.errors import CorruptionError, QueryError, StateError
 from expstore.maintenance import verify
 from expstore.samplers import (
     ConsumingSampler,
@@ -364,7 +365,7 @@ def test_conditions_know_the_episode(store_path: Path) -> None:
     rb.retention.set({"where": 'episode.info.keep::BOOLEAN OR episode."return" > 3000'})
     rb.retention.apply()
     assert numbers(rb) == [2, 6]
-    with pytest.raises(expstore.QueryError):
+    with pytest.raises(expstore.errors.QueryError):
         rb.retention.set({"where": "nonsense > 1"})
     assert rb.retention.policy == Retain(where='episode.info.keep::BOOLEAN OR episode."return" > 3000')
     rb.close()

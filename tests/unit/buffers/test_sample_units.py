@@ -14,17 +14,14 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import (
-    NotFoundError,
     ReplayBuffer,
-    SampleUnit,
-    SchemaError,
-    Sequence,
     SliceSampler,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
-    Transition,
 )
+from expstore.buffers import SampleUnit, Sequence, Transition
 from expstore.core.values import Selection
+from expstore.errors import NotFoundError, SchemaError
 from expstore.samplers import ConsumingSampler, PrioritizedSampler, RandomSampler, SamplerWithoutReplacement
 from expstore.storages.memory import MemoryStorage
 from tests.support.batches import trajectory_rows
@@ -330,5 +327,7 @@ class Declining(Transition):
 def test_a_unit_that_never_returns_rows_is_named() -> None:
     rb = expstore.TensorDictReplayBuffer(storage=MemoryStorage(100), sample_unit=Declining(), batch_size=4)
     rb.extend(trajectory_rows(0, 10))
-    with pytest.raises(expstore.StateError, match=r"the sample unit Declining\(\) returned None 1,000 times"):
+    with pytest.raises(
+        expstore.errors.StateError, match=r"the sample unit Declining\(\) returned None 1,000 times"
+    ):
         rb.sample()

@@ -21,10 +21,10 @@ from expstore import (
     RandomSampler,
     RecencySampler,
     SamplerWithoutReplacement,
-    StateError,
     StreamingSliceSampler,
     TensorDictReplayBuffer,
 )
+from expstore.errors import StateError
 from expstore.samplers.base import Sampler
 from tests.support.batches import numbered_rows
 from tests.support.forks import collect_from_child

@@ -23,10 +23,18 @@ from gymnasium.vector import AutoresetMode
 from tensordict import TensorDict
 
 import expstore
-from expstore import SampleToInsertRatio, SchemaError, StateError, TensorDictReplayBuffer
+from expstore import SampleToInsertRatio, TensorDictReplayBuffer
 from expstore.buffers import snapshots, writing_proxy
 from expstore.disk.message_socket import MessageSocket
-from expstore.errors import LockedError, NotReadyError, PriorityError, RemoteError, SnapshotError
+from expstore.errors import (
+    LockedError,
+    NotReadyError,
+    PriorityError,
+    RemoteError,
+    SchemaError,
+    SnapshotError,
+    StateError,
+)
 from expstore.wire.slots import Slot
 from tests.support.batches import numbered_rows, transitions
 from tests.support.forks import collect_from_child
@@ -297,7 +305,7 @@ def test_errors_are_raised_in_the_worker(rb: TensorDictReplayBuffer, worker: Ten
     assert (caught.value.kind, caught.value.hint) == (direct.value.kind, direct.value.hint)
     with pytest.raises(StateError, match="this store has none"):
         worker.extend(numbered_rows(3), validate="domain")
-    with pytest.raises(expstore.NotFoundError, match="no episode 77"):
+    with pytest.raises(expstore.errors.NotFoundError, match="no episode 77"):
         worker.episodes.annotate(77, a=1)
     with pytest.raises(SchemaError, match="is not a valid name"):
         worker.extend(numbered_rows(3), source=" ")

@@ -7,15 +7,8 @@ from pathlib import Path
 import pytest
 
 import expstore
-from expstore import (
-    LockedError,
-    MemoryStorage,
-    NotFoundError,
-    PrioritizedSampler,
-    ReplayBuffer,
-    SnapshotError,
-    StateError,
-)
+from expstore import MemoryStorage, PrioritizedSampler, ReplayBuffer
+from expstore.errors import LockedError, NotFoundError, SnapshotError, StateError
 from tests.support.batches import numbered_rows
 
 

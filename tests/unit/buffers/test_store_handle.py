@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 import expstore
-from expstore import MemoryStorage, StateError
+from expstore import MemoryStorage
 from expstore.buffers.store_handle import Life, StoreHandle, StorePart
+from expstore.errors import StateError
 from expstore.storages.read_view import ReadView
 from tests.support.batches import numbered_rows
 from tests.support.forks import in_child

@@ -10,16 +10,8 @@ import pytest
 import torch
 from tensordict import NonTensorData, TensorDict
 
-from expstore import (
-    LazyMemmapStorage,
-    LazyTensorStorage,
-    ReplayBuffer,
-    SchemaError,
-    SnapshotError,
-    StateError,
-    StorageError,
-    TensorDictReplayBuffer,
-)
+from expstore import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+from expstore.errors import SchemaError, SnapshotError, StateError, StorageError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of importing torchrl's collectors

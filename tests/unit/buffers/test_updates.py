@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore import ConditionalUpdateResult
+from expstore.buffers import ConditionalUpdateResult
 from expstore.buffers.sample_units import Sequence
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.errors import NoRowError, NotFoundError, SchemaError, StateError

@@ -11,7 +11,6 @@ import torch
 from tensordict import TensorDict, lazy_stack
 from torch.utils.data import DataLoader
 
-from expstore import traj
 from expstore.buffers.ensemble import ReplayBufferEnsemble
 from expstore.core import tuning
 from expstore.errors import QueryError, SchemaError
@@ -24,6 +23,7 @@ from expstore.samplers import (
     StalenessAwareSampler,
 )
 from expstore.storages.memory import MemoryStorage
+from expstore.trajectories import traj
 from expstore.transforms import MultiStepTransform
 from tests.support.variable_length import TypedMemory, buffer, jagged, plain, rollouts
 

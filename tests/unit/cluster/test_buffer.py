@@ -16,7 +16,6 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore import Retries
 from expstore.api import Settings
 from expstore.buffers.member import Draw
 from expstore.cluster.routing import Place, choose_shard
@@ -29,6 +28,7 @@ from expstore.errors import (
     SnapshotError,
     StateError,
 )
+from expstore.remote import Retries
 from tests.support.arrow_bodies import batch_of
 from tests.support.servers import Serving
 from tests.support.tcp_proxy import Proxy
@@ -36,12 +36,12 @@ from tests.support.tcp_proxy import Proxy
 SOON = Retries(seconds=20, first=0.01, longest=0.05, seed=3)
 
 
-def connect(urls: list[str], **options: Any) -> expstore.ShardedReplayBuffer:
+def connect(urls: list[str], **options: Any) -> expstore.cluster.ShardedReplayBuffer:
     options = {"batch_size": 32, "seed": 5, "retries": SOON} | options
     return expstore.connect(urls, **options)
 
 
-def fill(rb: expstore.ShardedReplayBuffer, sources: int = 12) -> torch.Tensor:
+def fill(rb: expstore.cluster.ShardedReplayBuffer, sources: int = 12) -> torch.Tensor:
     """Write ten rows of each source; return their shards and ids."""
     found = [rb.extend(batch_of(10, 10 * n), source=f"actor-{n}") for n in range(sources)]
     return torch.cat(found)
@@ -312,7 +312,7 @@ def test_different_fields_are_named(urls: list[str]) -> None:
 def test_every_name_of_the_buffer_is_there() -> None:
     one, several = (
         {name for name in dir(cls) if not name.startswith("_")}
-        for cls in (expstore.RemoteReplayBuffer, expstore.ShardedReplayBuffer)
+        for cls in (expstore.remote.RemoteReplayBuffer, expstore.cluster.ShardedReplayBuffer)
     )
     assert one - several == {"largest_priority"}
 
@@ -425,7 +425,7 @@ def test_draws_go_without_a_shard_and_say_so(broken: Any) -> None:
             rb.sample()
 
 
-def _draw_in_child(rb: expstore.ShardedReplayBuffer, pipe: Any) -> None:
+def _draw_in_child(rb: expstore.cluster.ShardedReplayBuffer, pipe: Any) -> None:
     pipe.send(ids_of([rb.sample() for _ in range(4)] + list(rb.stream(4))))
 
 
@@ -453,7 +453,7 @@ def test_a_forked_child_draws_although_its_parent_waits_for_a_shard(broken: Any)
         assert ids_of(next(batches) for _ in range(8)) == wanted[2:]
 
 
-def _wait_for_shards(rb: expstore.ShardedReplayBuffer, pipe: Any) -> None:
+def _wait_for_shards(rb: expstore.cluster.ShardedReplayBuffer, pipe: Any) -> None:
     wait_until(lambda: rb.sample()["shards_missing"] == [])
     pipe.send(rb.shards_missing)
 

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 import expstore
-from expstore import MinSize, Retries, SampleToInsertRatio
+from expstore import MinSize, SampleToInsertRatio
 from expstore.api import Settings
 from expstore.errors import NotReadyError, StateError
+from expstore.remote import Retries
 from expstore.remote.transport import Connection
 from tests.support.arrow_bodies import batch_of
 from tests.support.servers import Serving
@@ -33,22 +34,22 @@ def server(folder: Path) -> Iterator[Serving]:
         yield server
 
 
-def connect(urls: list[str], limiter: Any = None, **options: Any) -> expstore.ShardedReplayBuffer:
+def connect(urls: list[str], limiter: Any = None, **options: Any) -> expstore.cluster.ShardedReplayBuffer:
     options = {"batch_size": SIZE, "seed": 5, "retries": SOON, "ahead": AHEAD} | options
     return expstore.connect(urls, rate_limiter=limiter, **options)
 
 
-def counts_of(rb: expstore.ShardedReplayBuffer) -> tuple[int, int]:
+def counts_of(rb: expstore.cluster.ShardedReplayBuffer) -> tuple[int, int]:
     """Return how many rows were inserted into all shards, and sampled from them."""
     found = [shard.stats()["rate_limiter"] for shard in rb.shards.values()]
     return sum(one["inserted"] for one in found), sum(one["sampled"] for one in found)
 
 
-def source_for(rb: expstore.ShardedReplayBuffer, shard: int) -> str:
+def source_for(rb: expstore.cluster.ShardedReplayBuffer, shard: int) -> str:
     return next(name for n in range(99) if rb._route(name := f"actor-{n}").number == shard)
 
 
-def sample_all(rb: expstore.ShardedReplayBuffer) -> int:
+def sample_all(rb: expstore.cluster.ShardedReplayBuffer) -> int:
     """Sample until the limiter forbids it; return the number of batches."""
     for count in range(10_000):
         try:

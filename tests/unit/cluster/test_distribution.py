@@ -53,16 +53,16 @@ def server(folder: Path) -> Iterator[Serving]:
         yield server
 
 
-def connect(server: Serving, names: list[str], **options: Any) -> expstore.ShardedReplayBuffer:
+def connect(server: Serving, names: list[str], **options: Any) -> expstore.cluster.ShardedReplayBuffer:
     options = {"batch_size": BATCH, "seed": 5, "ahead": AHEAD} | options
     return expstore.connect([f"{server.url}/{name}" for name in names], **options)
 
 
-def at_rest(server: Serving, **options: Any) -> expstore.ShardedReplayBuffer:
+def at_rest(server: Serving, **options: Any) -> expstore.cluster.ShardedReplayBuffer:
     return connect(server, [f"rest{number}" for number in range(len(SIZES))], **options)
 
 
-def draw_all(rb: expstore.ShardedReplayBuffer) -> TensorDict:
+def draw_all(rb: expstore.cluster.ShardedReplayBuffer) -> TensorDict:
     with rb:
         return torch.cat(list(rb.stream(BATCHES)))
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import expstore
-from expstore import Retries
 from expstore.cluster.shares import draw_rest
 from expstore.errors import NotReadyError, StateError
+from expstore.remote import Retries
 from tests.support.arrow_bodies import batch_of
 from tests.support.chi_square import below, chi_square, solve
 from tests.support.servers import KillableServer, Serving
@@ -42,7 +42,7 @@ def places(server: Serving, folder: Path, request: pytest.FixtureRequest) -> Ite
     found[-1].close()
 
 
-def connect(places: list[Any], **options: Any) -> expstore.ShardedReplayBuffer:
+def connect(places: list[Any], **options: Any) -> expstore.cluster.ShardedReplayBuffer:
     return expstore.connect(places, **({"batch_size": 16, "seed": 5, "retries": ONCE} | options))
 
 
@@ -50,7 +50,7 @@ def pairs(batch: Any) -> list[tuple[int, ...]]:
     return [tuple(pair) for pair in batch["id"].tolist()]
 
 
-def draw(rb: expstore.ShardedReplayBuffer) -> list[tuple[int, ...]]:
+def draw(rb: expstore.cluster.ShardedReplayBuffer) -> list[tuple[int, ...]]:
     """Return the rows of a batch; none if no row is left."""
     try:
         return pairs(rb.sample())

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import expstore
-from expstore import Retries
 from expstore.cluster.buffer import ShardedReplayBuffer
 from expstore.cluster.members import ClusterFile, FileMembers, MemberList, ShardEntry
 from expstore.cluster.routing import Place, choose_shard, find_earlier_shards
 from expstore.errors import NotFoundError, QueryError, RemoteError, StateError
+from expstore.remote import Retries
 from expstore.remote.connect_options import ConnectOptions
 from tests.support.arrow_bodies import batch_of
 from tests.support.servers import Serving

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import expstore
-from expstore import Retries
+from expstore.remote import Retries
 from tests.support.arrow_bodies import batch_of
 from tests.support.servers import KillableServer
 from tests.support.waits import wait_until
@@ -24,7 +24,7 @@ SHARDS, WRITERS = 3, 4
 PATIENT = Retries(seconds=200, first=0.02, longest=0.2, seed=1)
 
 
-def connect(servers: list[KillableServer], **options: Any) -> expstore.ShardedReplayBuffer:
+def connect(servers: list[KillableServer], **options: Any) -> expstore.cluster.ShardedReplayBuffer:
     urls = [f"http://127.0.0.1:{server.port}/run" for server in servers]
     return expstore.connect(urls, batch_size=32, retries=PATIENT, timeout=60, **options)
 

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import expstore
-from expstore import Retries, SampleToInsertRatio
+from expstore import SampleToInsertRatio
 from expstore.api import Settings
 from expstore.errors import ArgumentError, NotFoundError, RemoteError, SchemaError, StateError
+from expstore.remote import Retries
 from tests.support.servers import KillableServer, Serving
 from tests.support.shard_rows import (
     ALPHA,
@@ -44,7 +45,7 @@ PRIORITIZED = {"kind": "prioritized", "alpha": ALPHA, "beta": BETA}
 SERVED, LOCAL, SHARED = range(3)
 
 
-def connect(places: list[Any], **options: Any) -> expstore.ShardedReplayBuffer:
+def connect(places: list[Any], **options: Any) -> expstore.cluster.ShardedReplayBuffer:
     given: dict[str, Any] = {"batch_size": BATCH, "seed": 5, "ahead": AHEAD, "retries": SOON}
     return expstore.connect(places, **given | options)
 
@@ -56,7 +57,7 @@ class Stores(NamedTuple):
     owner: expstore.TensorDictReplayBuffer
     server: Serving
 
-    def connect(self, **options: Any) -> expstore.ShardedReplayBuffer:
+    def connect(self, **options: Any) -> expstore.cluster.ShardedReplayBuffer:
         return connect(self.places, **options)
 
     def wait_for_rows(self, count: int) -> None:
@@ -93,12 +94,12 @@ def stores(tmp_path: Path) -> Iterator[Stores]:
     yield from open_stores(tmp_path, filled=False)
 
 
-def draw_all(rb: expstore.ShardedReplayBuffer) -> Any:
+def draw_all(rb: expstore.cluster.ShardedReplayBuffer) -> Any:
     with rb:
         return torch.cat(list(rb.stream(BATCHES)))
 
 
-def draw_some(rb: expstore.ShardedReplayBuffer) -> Any:
+def draw_some(rb: expstore.cluster.ShardedReplayBuffer) -> Any:
     batches: list[Any] = [rb.sample().exclude("shards_missing") for _ in range(BATCHES)]
     return torch.cat(batches)
 
@@ -321,7 +322,7 @@ def test_draws_continue_in_other_buffers_and_processes(rest: Stores) -> None:
         rb.load_state_dict(state)
 
 
-def close_stores(rb: expstore.ShardedReplayBuffer) -> None:
+def close_stores(rb: expstore.cluster.ShardedReplayBuffer) -> None:
     for number in (LOCAL, SHARED):
         rb.shards[number].close()
 

@@ -245,7 +245,7 @@ def test_what_cannot_be_pushed_is_refused(tmp_path: Path, rb: Buffer, storage: W
         cold.push(memory, storage)
     with pytest.raises(ArgumentError, match="cannot push a int"):
         cold.push(3, storage)  # type: ignore[arg-type]
-    with pytest.raises(expstore.LockedError):
+    with pytest.raises(expstore.errors.LockedError):
         cold.push(tmp_path / "run.exp", storage)
     with pytest.raises(SnapshotError, match="has no version 9"):
         cold.push(rb, storage, version=9)

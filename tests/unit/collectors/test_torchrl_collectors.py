@@ -176,7 +176,7 @@ def test_torchrls_buffer_over_a_store_is_written_by_a_collector(
 ) -> None:
     lanes = 3 if make is three else 1
     own = expstore.ZarrStorage(store_path, 300, ndim=2 if lanes > 1 else 1)
-    storage = expstore.ExpStorage(own)
+    storage = expstore.torchrl.ExpStorage(own)
     with storage.buffer as kept:
         rb = theirs.TensorDictReplayBuffer(storage=storage, batch_size=8)
         collector = Collector(make(), None, frames_per_batch=15, total_frames=TOTAL, replay_buffer=rb)
@@ -284,22 +284,22 @@ def test_collectors_of_several_processes_fill_rows_in_ram(make: Callable[..., An
 def test_an_ensemble_is_not_shared() -> None:
     rb = expstore.ReplayBuffer()
     assert rb.share(False) is rb
-    with pytest.raises(expstore.StateError, match="Collector.*which runs in this process"):
+    with pytest.raises(expstore.errors.StateError, match="Collector.*which runs in this process"):
         expstore.ReplayBufferEnsemble(rb).share()
 
 
 def test_torchrls_buffer_over_a_store_is_refused_before_they_start(store_path: Path) -> None:
     """Also before a row is there, when a collector would write one to learn the fields."""
-    with expstore.ExpStorage(store_path, capacity=50).buffer as kept:
-        rb = theirs.TensorDictReplayBuffer(storage=expstore.ExpStorage(kept))
-        with pytest.raises(expstore.StateError, match="could only read"):
+    with expstore.torchrl.ExpStorage(store_path, capacity=50).buffer as kept:
+        rb = theirs.TensorDictReplayBuffer(storage=expstore.torchrl.ExpStorage(kept))
+        with pytest.raises(expstore.errors.StateError, match="could only read"):
             MultiSyncCollector(
                 [Make(0), Make(1)], None, frames_per_batch=10, total_frames=50, replay_buffer=rb
             )
         assert kept.write_count == 0
         set_spawning_popen(object())
         try:
-            with pytest.raises(expstore.StateError, match="multi-process collectors cannot write"):
+            with pytest.raises(expstore.errors.StateError, match="multi-process collectors cannot write"):
                 pickle.dumps(rb)
         finally:
             set_spawning_popen(None)

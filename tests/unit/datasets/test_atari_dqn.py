@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import expstore
-from expstore import NotFoundError, SchemaError, StorageError
 from expstore.cli.app import run
 from expstore.datasets import AtariDQNReader, Episode, import_dataset
+from expstore.errors import NotFoundError, SchemaError, StorageError
 from tests.support.atari_files import LoggedRing, Step, play
 
 

@@ -13,10 +13,10 @@ import torch
 from tensordict import PersistentTensorDict, TensorDict
 
 import expstore
-from expstore import NotFoundError, SchemaError, StorageError
 from expstore.cli.app import run
 from expstore.datasets import D4RLReader, import_dataset
 from expstore.datasets.kinds import d4rl
+from expstore.errors import NotFoundError, SchemaError, StorageError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of importing torchrl's collectors

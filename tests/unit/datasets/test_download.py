@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expstore import NotFoundError, RemoteError, StorageError
 from expstore.datasets.download import RemoteFile, fetch_files, list_hugging_face
+from expstore.errors import NotFoundError, RemoteError, StorageError
 from tests.support.data_server import DataServer, serving_files
 
 DATA = np.random.default_rng(1).bytes(300_000)

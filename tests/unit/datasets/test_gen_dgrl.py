@@ -15,9 +15,9 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore import NotFoundError, SchemaError, StateError, StorageError
 from expstore.datasets import GenDGRLExperienceReplay, GenDGRLReader, import_dataset
 from expstore.datasets.kinds import gen_dgrl
+from expstore.errors import NotFoundError, SchemaError, StateError, StorageError
 from tests.support.data_server import serving_files
 
 with warnings.catch_warnings():

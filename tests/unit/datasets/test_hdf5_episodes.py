@@ -12,7 +12,6 @@ import pytest
 from tensordict import TensorDict
 
 import expstore
-from expstore import NotFoundError, SchemaError, StorageError
 from expstore.cli.app import run
 from expstore.datasets import (
     D4RLReader,
@@ -22,6 +21,7 @@ from expstore.datasets import (
     import_dataset,
 )
 from expstore.datasets.kinds import hdf5_episodes
+from expstore.errors import NotFoundError, SchemaError, StorageError
 from expstore.exchange import import_hdf5
 from tests.support.hdf5_damage import damage_header
 from tests.unit.datasets.test_d4rl import arrays

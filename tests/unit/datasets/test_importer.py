@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import expstore
-from expstore import CorruptionError, LockedError, NotFoundError, SchemaError, StateError, StorageError
 from expstore.buffers.episodes import Episodes
 from expstore.datasets import Episode, Part, Reader, import_dataset
+from expstore.errors import CorruptionError, LockedError, NotFoundError, SchemaError, StateError, StorageError
 from expstore.maintenance import verify
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import expstore
-from expstore import ArgumentError, NotFoundError, StateError
+from expstore import ArgumentError
 from expstore.cli.app import run
 from expstore.datasets import (
     AtariDQNExperienceReplay,
@@ -23,6 +23,7 @@ from expstore.datasets import (
 )
 from expstore.datasets.formats import make_reader, recognize
 from expstore.datasets.registry import find_kind, list_kinds
+from expstore.errors import NotFoundError, StateError
 from tests.support.data_server import serving_files
 
 pytestmark = pytest.mark.usefixtures("no_syncs")

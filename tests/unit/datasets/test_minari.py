@@ -16,9 +16,9 @@ from minari.data_collector import EpisodeBuffer
 from tensordict import TensorDict
 
 import expstore
-from expstore import NotFoundError, SchemaError, StorageError
 from expstore.datasets import MinariReader, import_dataset
 from expstore.datasets.kinds import minari as reader_module
+from expstore.errors import NotFoundError, SchemaError, StorageError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of importing torchrl's collectors

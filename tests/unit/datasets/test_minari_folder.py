@@ -18,10 +18,10 @@ from minari.data_collector import EpisodeBuffer
 from tensordict import TensorDict
 
 import expstore
-from expstore import NotFoundError, SchemaError, StateError, StorageError
 from expstore.cli.app import run
 from expstore.core import tuning
 from expstore.datasets import MinariReader, import_dataset
+from expstore.errors import NotFoundError, SchemaError, StateError, StorageError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of importing torchrl's collectors

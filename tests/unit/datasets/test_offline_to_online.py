@@ -15,15 +15,15 @@ from tensordict import TensorDict
 import expstore
 from expstore import (
     LazyTensorStorage,
-    OfflineToOnlineReplayBuffer,
     RandomCropTensorDict,
     ReplayBuffer,
     TensorDictReplayBuffer,
     ZarrStorage,
-    prefill_replay_buffer,
 )
+from expstore.datasets import OfflineToOnlineReplayBuffer, prefill_replay_buffer
 from expstore.errors import SchemaError
 from expstore.transforms import StepTransform
+from tests.support.torchrl_pair import OURS
 from tests.unit.datasets.test_d4rl import arrays, write
 from tests.unit.datasets.test_minari import create
 
@@ -34,7 +34,7 @@ def rows(count: int, value: float, *, first: int = 0) -> TensorDict:
     return TensorDict({"x": torch.full((count, 2), value), "n": torch.arange(first, first + count)}, [count])
 
 
-def made(library: Any = expstore, *, fraction: float = 0.5, **keywords: Any) -> Any:
+def made(library: Any = OURS, *, fraction: float = 0.5, **keywords: Any) -> Any:
     dataset = library.ReplayBuffer(storage=library.LazyTensorStorage(100))
     dataset.extend(rows(100, -1.0))
     return library.OfflineToOnlineReplayBuffer(
@@ -42,7 +42,7 @@ def made(library: Any = expstore, *, fraction: float = 0.5, **keywords: Any) -> 
     )
 
 
-@pytest.mark.parametrize("library", [expstore, theirs], ids=["ours", "torchrl"])
+@pytest.mark.parametrize("library", [OURS, theirs], ids=["ours", "torchrl"])
 def test_a_batch_has_the_same_part_of_each(library: Any) -> None:
     for fraction, size, wanted in ((0.5, 8, 4), (0.25, 10, 2), (0.75, 10, 8), (0.01, 10, 0), (0.99, 10, 10)):
         rb = made(library, fraction=fraction, batch_size=size)
@@ -166,7 +166,7 @@ def raised(act: Callable[[], Any]) -> BaseException:
 def test_arguments_that_torchrl_refuses_are_refused(keywords: dict[str, Any]) -> None:
     ours, other = (
         raised(lambda lib=lib: lib.OfflineToOnlineReplayBuffer(object(), **keywords))  # type: ignore[misc]
-        for lib in (expstore, theirs)
+        for lib in (OURS, theirs)
     )
     assert isinstance(ours, type(other))
     assert str(ours).split(", got")[0].split(". ")[0] == str(other).split(", got")[0].split(". ")[0]
@@ -278,7 +278,7 @@ def test_a_data_set_of_minari_by_name(tmp_path: Path, monkeypatch: pytest.Monkey
         "minari:test/hop-v0", online_capacity=50, batch_size=8, offline_fraction=0.75, source=source
     )
     dataset = rb.offline_buffer
-    assert isinstance(dataset, expstore.MinariExperienceReplay)
+    assert isinstance(dataset, expstore.datasets.MinariExperienceReplay)
     assert dataset.data_path == tmp_path / "cache" / "minari" / "test" / "hop-v0"
     assert len(rb) == len(dataset) == 16
     assert rb.sample().batch_size == (8,)

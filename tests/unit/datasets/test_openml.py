@@ -14,9 +14,9 @@ import sklearn.datasets
 import torch
 
 import expstore
-from expstore import NotFoundError, RemoteError, SchemaError, StateError, StorageError
 from expstore.datasets import OpenMLExperienceReplay, OpenMLReader, import_dataset
 from expstore.datasets.kinds import openml
+from expstore.errors import NotFoundError, RemoteError, SchemaError, StateError, StorageError
 from tests.support.data_server import serving_files
 
 with warnings.catch_warnings():

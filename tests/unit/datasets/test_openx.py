@@ -18,9 +18,9 @@ from PIL import Image
 from tensordict import TensorDict
 
 import expstore
-from expstore import NotFoundError, SchemaError, StorageError
 from expstore.datasets import Episode, OpenXExperienceReplay, OpenXReader, import_dataset
 from expstore.datasets.kinds import openx
+from expstore.errors import NotFoundError, SchemaError, StorageError
 from tests.support.data_server import serving_files
 
 with warnings.catch_warnings():

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import expstore
-from expstore import LockedError, NotFoundError, RemoteError, StateError
 from expstore.cli.app import run
 from expstore.datasets import (
     AtariDQNExperienceReplay,
@@ -29,7 +28,7 @@ from expstore.datasets.download import RemoteFile
 from expstore.datasets.origin import prepare_dataset, remove_dataset
 from expstore.disk.files import Disk
 from expstore.disk.writer_lock import WriterLock
-from expstore.errors import StorageError
+from expstore.errors import LockedError, NotFoundError, RemoteError, StateError, StorageError
 from tests.support.data_server import serving_files
 from tests.unit.datasets.test_d4rl import arrays, write
 from tests.unit.datasets.test_importer import NpzReader, make_source, picture

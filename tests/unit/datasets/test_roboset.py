@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import expstore
-from expstore import NotFoundError, SchemaError
 from expstore.cli.app import run
 from expstore.datasets import RobosetReader, import_dataset
+from expstore.errors import NotFoundError, SchemaError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of importing torchrl's collectors

@@ -12,10 +12,10 @@ import torch
 from tensordict import NonTensorData, TensorDict
 
 import expstore
-from expstore import NotFoundError, SchemaError, StorageError
 from expstore.cli.app import run
 from expstore.datasets import TensorDictReader, import_dataset
 from expstore.datasets.kinds import tensordict_folder
+from expstore.errors import NotFoundError, SchemaError, StorageError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of importing torchrl's collectors

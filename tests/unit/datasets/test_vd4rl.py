@@ -13,9 +13,9 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore import NotFoundError, SchemaError, StorageError
 from expstore.datasets import VD4RLReader, import_dataset
 from expstore.datasets.kinds import vd4rl
+from expstore.errors import NotFoundError, SchemaError, StorageError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of importing torchrl's collectors

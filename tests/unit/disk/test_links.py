@@ -119,7 +119,7 @@ def test_the_folder_itself_may_be_a_link(run: Path, tmp_path: Path) -> None:
         link.symlink_to(tmp_path / "nothing")
         rb.extend(TensorDict({"x": torch.arange(5)}, [5]))
         rb.flush()
-        with pytest.raises(expstore.LockedError):
+        with pytest.raises(expstore.errors.LockedError):
             expstore.open(run)
         with expstore.open(run, mode="r") as follower:
             assert len(follower) == 25

@@ -9,10 +9,9 @@ import socket
 import numpy as np
 import pytest
 
-from expstore import StorageError
 from expstore.disk.message_socket import MESSAGE_BYTES, Listener, Waiter, connect
 from expstore.disk.shared_memory import SharedMemory
-from expstore.errors import RemoteError
+from expstore.errors import RemoteError, StorageError
 
 
 def test_both_sides_see_the_same_bytes() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expstore import SchemaError, StorageError
+from expstore.errors import SchemaError, StorageError
 from expstore.exchange.numpy_unpickler import load_arrays, load_object_npy
 
 VALUES: dict[str, Any] = {

@@ -215,7 +215,7 @@ def test_all_rows_lost(store: Path) -> None:
     assert done.lost == ((7001, 12_000),)
     with expstore.open(store) as rb:
         assert len(rb) == 0
-        with pytest.raises(expstore.NotReadyError):
+        with pytest.raises(expstore.errors.NotReadyError):
             rb.sample(4)
         assert rb.sql("SELECT count(*) FROM transitions").fetchall() == [(0,)]
         rb.extend(batch(10, 0))

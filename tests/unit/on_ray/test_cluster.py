@@ -458,7 +458,7 @@ def test_without_a_connection_to_ray_nothing_is_started(tmp_path: Path) -> None:
     code = (
         "import expstore\n"
         "try: expstore.cluster.ray.start('run-{shard}.exp')\n"
-        "except expstore.StateError as exc: print(exc)"
+        "except expstore.errors.StateError as exc: print(exc)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path

@@ -27,7 +27,7 @@ import torch
 from tensordict import NonTensorData, TensorDict
 
 import expstore
-from expstore import RemoteReplayBuffer, Retries, errors
+from expstore import errors
 from expstore.api import Settings, create_app
 from expstore.errors import (
     ArgumentError,
@@ -42,6 +42,7 @@ from expstore.errors import (
     StateError,
     StorageError,
 )
+from expstore.remote import RemoteReplayBuffer, Retries
 from expstore.remote.local_only import INSTEAD
 from expstore.remote.transport import Address, Connection, _error_of
 from tests.support.arrow_bodies import batch_of

@@ -14,10 +14,9 @@ import httpx
 import pytest
 
 import expstore
-from expstore import RemoteReplayBuffer, Retries
 from expstore.api import Settings
 from expstore.errors import NotReadyError, RemoteError
-from expstore.remote import draw_stream
+from expstore.remote import RemoteReplayBuffer, Retries, draw_stream
 from expstore.remote.http_member import HttpMember
 from tests.support.arrow_bodies import batch_of
 from tests.support.servers import Serving

@@ -76,7 +76,7 @@ def test_nothing_is_sent_to_hosts_of_a_file(tmp_path: Path, monkeypatch: pytest.
     file = tmp_path / "cluster.json"
     ClusterFile.create(file, [("http://evil.example:80/a", "0" * 32)])
     with pytest.raises(StateError, match=r"evil.example"):
-        expstore.connect(file, token="T", retries=expstore.Retries(seconds=0))
+        expstore.connect(file, token="T", retries=expstore.remote.Retries(seconds=0))
     token = tmp_path / "token"
     token.write_text("T")
     token.chmod(0o600)
@@ -87,4 +87,4 @@ def test_nothing_is_sent_to_hosts_of_a_file(tmp_path: Path, monkeypatch: pytest.
     facts["shards"][0]["url"] = "http://127.0.0.1:9/a"
     file.write_text(json.dumps(facts))
     with pytest.raises(AssertionError, match="a request is sent"):
-        expstore.connect(file, token="T", retries=expstore.Retries(seconds=0))
+        expstore.connect(file, token="T", retries=expstore.remote.Retries(seconds=0))

@@ -21,19 +21,16 @@ import expstore
 from expstore import (
     ConsumingSampler,
     MemoryStorage,
-    NotReadyError,
     PrioritizedSampler,
     RandomSampler,
     ReplayBuffer,
     SamplerWithoutReplacement,
-    StateError,
-    StorageError,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
 from expstore.core import tuning
 from expstore.disk.files import Disk
-from expstore.errors import CorruptionError
+from expstore.errors import CorruptionError, NotReadyError, StateError, StorageError
 from expstore.maintenance.repair import repair
 from expstore.maintenance.verify import verify
 from expstore.storages.engine.open_settings import Settings

@@ -16,10 +16,9 @@ from expstore import (
     ListStorage,
     PrioritizedSampler,
     PrioritizedSliceSampler,
-    PriorityError,
     ReplayBuffer,
-    StateError,
 )
+from expstore.errors import PriorityError, StateError
 
 
 def prioritized(**options: Any) -> PrioritizedSampler:

@@ -24,16 +24,14 @@ import expstore
 from expstore import (
     ConsumingSampler,
     MemoryStorage,
-    NotReadyError,
     PrioritizedSampler,
-    QueryError,
     RandomSampler,
     RecencySampler,
     SamplerWithoutReplacement,
     StalenessAwareSampler,
-    StateError,
     TensorDictReplayBuffer,
 )
+from expstore.errors import NotReadyError, QueryError, StateError
 from expstore.samplers.base import Sampler
 from expstore.samplers.filter import Filter
 from expstore.sql.expressions import FACTS

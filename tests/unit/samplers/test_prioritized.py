@@ -16,16 +16,15 @@ from tensordict import TensorDict
 import expstore
 from expstore import (
     MemoryStorage,
-    NotReadyError,
     PrioritizedReplayBuffer,
     PrioritizedSampler,
-    PriorityError,
     RandomSampler,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
     ZarrStorage,
 )
 from expstore.core.draws import Draws
+from expstore.errors import NotReadyError, PriorityError
 from tests.support.batches import numbered_rows
 
 ALPHA, BETA, EPS = 0.7, 0.5, 1e-8

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import expstore
-from expstore import NotReadyError, TensorDictReplayBuffer
+from expstore import TensorDictReplayBuffer
+from expstore.errors import NotReadyError
 from expstore.samplers import PrioritizedSliceSampler
 from expstore.storages.memory import MemoryStorage
 from tests.support.batches import memory_buffer, trajectory_rows

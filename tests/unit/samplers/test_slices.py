@@ -13,7 +13,8 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore import NotReadyError, ReplayBuffer, Schema, SchemaError, StateError, TensorDictReplayBuffer
+from expstore import ReplayBuffer, Schema, TensorDictReplayBuffer
+from expstore.errors import NotReadyError, SchemaError, StateError
 from expstore.samplers import PrioritizedSliceSampler, SliceSampler, SliceSamplerWithoutReplacement
 from expstore.samplers.slice_options import Slicing
 from expstore.storages.memory import MemoryStorage

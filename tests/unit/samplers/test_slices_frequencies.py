@@ -15,7 +15,6 @@ import pytest
 
 from expstore import (
     MemoryStorage,
-    NotReadyError,
     PrioritizedSliceSampler,
     SliceSampler,
     SliceSamplerWithoutReplacement,
@@ -23,6 +22,7 @@ from expstore import (
 )
 from expstore.core.draws import Draws
 from expstore.core.id_set import IdSet
+from expstore.errors import NotReadyError
 from tests.support.chi_square import ERROR, Floats, chi_square, draws_needed, limit_of, one_off
 from tests.support.flat_storages import flatten_dims
 from tests.support.slice_model import Batch, Cell, Drawn, Fields, Model, Slice

@@ -162,7 +162,8 @@ def follow(path: Path, name: str, made: Any, over: Any, answers: Any) -> None:
             ended = False
             while not ended and not found["wrong"]:
                 ended = over.is_set()
-                with contextlib.suppress(expstore.StateError):  # overtaken by the writer again and again
+                # The writer may overtake the draw again and again.
+                with contextlib.suppress(expstore.errors.StateError):
                     draw(rb, found, np.random.default_rng(0))
     except BaseException as exc:
         found["wrong"] = repr(exc)
@@ -243,7 +244,7 @@ def test_a_follower_that_is_overtaken_looks_again(store_path: Path, monkeypatch:
             assert len(calls) == 3
             limit = 1000
             writer.write(20)
-            with pytest.raises(expstore.StateError, match="faster than they can be read"):
+            with pytest.raises(expstore.errors.StateError, match="faster than they can be read"):
                 seen.sample()
 
 

@@ -13,7 +13,8 @@ import pytest
 from tensordict import TensorDict
 
 import expstore
-from expstore import NotReadyError, TensorDictReplayBuffer
+from expstore import TensorDictReplayBuffer
+from expstore.errors import NotReadyError
 from expstore.samplers import SliceSamplerWithoutReplacement
 from tests.support.batches import trajectory_buffer, trajectory_rows
 

@@ -17,16 +17,10 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore import (
-    MemoryStorage,
-    NotReadyError,
-    SchemaError,
-    StalenessAwareSampler,
-    TensorDictReplayBuffer,
-    ZarrStorage,
-)
+from expstore import MemoryStorage, StalenessAwareSampler, TensorDictReplayBuffer, ZarrStorage
 from expstore.core.draws import Draws
 from expstore.core.id_set import IdSet
+from expstore.errors import NotReadyError, SchemaError
 
 
 def rows(versions: Any, first: int = 0) -> TensorDict:

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import expstore
-from expstore import NotReadyError, TensorDictReplayBuffer
+from expstore import TensorDictReplayBuffer
+from expstore.errors import NotReadyError
 from expstore.samplers import PrioritizedSliceSampler, SliceSampler
 from tests.support.batches import memory_buffer, trajectory_rows
 

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import expstore
-from expstore import NotReadyError, SamplerWithoutReplacement, TensorDictReplayBuffer
+from expstore import SamplerWithoutReplacement, TensorDictReplayBuffer
 from expstore.core.draws import Draws
+from expstore.errors import NotReadyError
 from expstore.samplers.without_replacement import permute
 from tests.support.batches import memory_buffer, numbered_rows
 

@@ -24,17 +24,16 @@ from expstore import (
     Binary,
     Bounded,
     Categorical,
-    Choice,
     Composite,
     MultiCategorical,
     MultiOneHot,
-    NonTensor,
     OneHot,
     Unbounded,
 )
 from expstore.collectors.lanes import LaneCollector as Collector
 from expstore.collectors.space_fields import fields_of, put_final, read_values
 from expstore.errors import ArgumentError, SchemaError
+from expstore.specs import Choice, NonTensor
 from expstore.specs.gymnasium_spaces import from_space, to_space
 from tests.support.flat_storages import flatten_dims
 
@@ -242,7 +241,7 @@ def test_a_collector_has_its_environments_specs_kept(tmp_path: Path) -> None:
         row = rb[0].exclude("index", "id")
         rb.add(row, validate="domain")
         row["action"] += 7
-        with pytest.raises(expstore.SchemaError, match="'action' is"):
+        with pytest.raises(expstore.errors.SchemaError, match="'action' is"):
             rb.add(row, validate="domain")
     with expstore.open(tmp_path / "a.exp", mode="r") as rb:
         assert rb.specs is not None

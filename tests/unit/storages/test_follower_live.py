@@ -764,7 +764,7 @@ def test_a_fork_sees_what_the_parent_writes_later(
     assert rb.storage.draws.number == draw  # the child's draws are its own
     assert rb.sample()["id"].tolist() not in drawn
     rb.extend(rows(1, 80))
-    with pytest.raises(expstore.LockedError):
+    with pytest.raises(expstore.errors.LockedError):
         expstore.open(rb.storage.path)  # type: ignore[attr-defined]
 
 

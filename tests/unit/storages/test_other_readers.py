@@ -186,7 +186,7 @@ def test_an_analyst_who_holds_the_index_does_not_stop_the_writer(store_path: Pat
     child.stdout.readline()
     rb = expstore.open(store_path, batch_size=4)
     rb.extend(rows(20, 20))
-    with pytest.raises(expstore.LockedError, match="index.duckdb is open in .*close it there"):
+    with pytest.raises(expstore.errors.LockedError, match="index.duckdb is open in .*close it there"):
         rb.sql("SELECT 1")
     newest = rb.storage.state.journal.sync_files()[-1]
     rb.storage.checkpoints._truncate(rb.storage, newest)  # as a checkpoint does

@@ -692,7 +692,9 @@ def test_a_forked_child_draws_from_a_temporary_folder() -> None:
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("storage", [LazyTensorStorage(4), ListStorage(4), expstore.StorageEnsemble()])
+@pytest.mark.parametrize(
+    "storage", [LazyTensorStorage(4), ListStorage(4), expstore.storages.StorageEnsemble()]
+)
 def test_a_checkpointer_is_refused_with_the_reason(storage: Any) -> None:
     assert storage.checkpointer is None
     storage.checkpointer = None

@@ -15,9 +15,10 @@ import pytest
 import torch
 from hypothesis.stateful import run_state_machine_as_test
 
-from expstore import MemoryStorage, SchemaError, Storage, ZarrStorage
+from expstore import MemoryStorage, Storage, ZarrStorage
 from expstore.core.geometry import RingGeometry
 from expstore.core.values import Array, IntArray
+from expstore.errors import SchemaError
 from expstore.storages.batch import Rows
 from expstore.storages.engine.open_settings import Settings
 from expstore.testing import StorageSuite

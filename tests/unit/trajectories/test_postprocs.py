@@ -13,8 +13,8 @@ from tensordict import TensorDict
 from torchrl.data import DensifyReward as TheirDensify
 from torchrl.data import MultiStep as TheirMultiStep
 
-from expstore import DensifyReward, MultiStep
 from expstore.errors import SchemaError
+from expstore.trajectories import DensifyReward, MultiStep
 
 flags = st.lists(st.booleans(), min_size=1, max_size=12)
 

@@ -14,18 +14,10 @@ from tensordict import NonTensorStack, TensorDict, lazy_stack
 from torchrl.data import replay_buffers as theirs
 
 import expstore
-from expstore import (
-    ListStorage,
-    MemoryStorage,
-    ReplayBuffer,
-    TensorDictReplayBuffer,
-    Trajectory,
-    filter_trajectories,
-    iter_trajectories,
-    traj,
-)
+from expstore import ListStorage, MemoryStorage, ReplayBuffer, TensorDictReplayBuffer
 from expstore.errors import NotFoundError
 from expstore.storages.base import Storage
+from expstore.trajectories import Trajectory, filter_trajectories, iter_trajectories, traj
 from tests.support.batches import memory_buffer, whole_trajectories
 
 LENGTHS = (5, 3, 7)

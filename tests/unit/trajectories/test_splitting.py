@@ -13,9 +13,8 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 from torchrl.data import DEFAULT_DONE_KEYS as THEIR_DONE_KEYS
 from torchrl.data import find_start_stop_traj as their_find
 
-import expstore
-from expstore import DEFAULT_DONE_KEYS, find_start_stop_traj, split_trajectories
 from expstore.errors import SchemaError
+from expstore.trajectories import DEFAULT_DONE_KEYS, find_start_stop_traj, split_trajectories
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # a module beside it uses what another one calls deprecated
@@ -227,7 +226,6 @@ def test_flags_given_stay_as_they_are() -> None:
 
 def test_names_are_those_of_torchrl() -> None:
     assert DEFAULT_DONE_KEYS == THEIR_DONE_KEYS
-    assert expstore.split_trajectories is split_trajectories
 
 
 def test_invalid_batches_and_keys_are_refused() -> None:

@@ -19,15 +19,14 @@ from expstore import (
     ReplayBuffer,
     ReplayBufferEnsemble,
     SamplerWithoutReplacement,
-    SchemaError,
-    Sequence,
     SliceSampler,
-    StateError,
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
-    traj,
 )
+from expstore.buffers import Sequence
+from expstore.errors import SchemaError, StateError
 from expstore.storages.memory import MemoryStorage
+from expstore.trajectories import traj
 from expstore.transforms import Compose, StepTransform, StepView, compose
 from expstore.transforms.base import Overtaken
 from tests.support.batches import trajectory_rows

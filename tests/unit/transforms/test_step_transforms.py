@@ -27,15 +27,14 @@ from torchrl.envs import transforms as theirs
 import expstore
 from expstore import (
     MemoryStorage,
-    NotFoundError,
     PrioritizedSampler,
     RandomSampler,
     ReplayBuffer,
-    SchemaError,
     SliceSampler,
     TensorDictReplayBuffer,
-    traj,
 )
+from expstore.errors import NotFoundError, SchemaError
+from expstore.trajectories import traj
 from expstore.transforms import (
     CatFrames,
     MultiStepTransform,

@@ -129,7 +129,7 @@ frames = expstore.CatFrames(2, dim=-1)
 assert not hasattr(frames, "parent") and type(frames) is frames.__class__
 try:
     frames({})
-except expstore.StateError as exc:
+except expstore.errors.StateError as exc:
     assert "append_transform" in str(exc) and "pip install torchrl" in str(exc), exc
 else:
     raise AssertionError
@@ -172,5 +172,5 @@ def test_rewards_to_go_of_rows_that_are_trajectories(gamma: float) -> None:
     with pytest.raises(NotFoundError, match=r"no field 'next\.over'"):
         rb.sample()
     rb.append_transform(NextStateReconstructor(["observation"]))
-    with pytest.raises(expstore.SchemaError, match="one step per row"):
+    with pytest.raises(expstore.errors.SchemaError, match="one step per row"):
         rb.sample()

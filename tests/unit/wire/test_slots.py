@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from expstore import SchemaError, StorageError
 from expstore.data.batch import Batch, batch_of
+from expstore.errors import SchemaError, StorageError
 from expstore.schema.arrow_types import type_text
 from expstore.schema.schema import Field, Schema
 from expstore.wire.slots import (

@@ -13,13 +13,12 @@ import expstore
 from expstore import (
     ImmutableDatasetWriter,
     LazyTensorStorage,
-    NotFoundError,
     ReplayBuffer,
     RoundRobinWriter,
-    StateError,
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
 )
+from expstore.errors import NotFoundError, StateError
 from expstore.storages.memory import MemoryStorage
 
 MakeBatch = Callable[..., TensorDict]

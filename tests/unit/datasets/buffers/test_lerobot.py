@@ -13,8 +13,8 @@ import torch
 from tensordict import TensorDictBase
 
 import expstore
-from expstore import NotFoundError, StateError
 from expstore.datasets import LeRobotExperienceReplay, lerobot_columns_to_tensordict, load_dataset
+from expstore.errors import NotFoundError, StateError
 from tests.support.data_server import serving_files
 from tests.unit.datasets.test_lerobot import LENGTHS, TASK, TASKS, table, with_video, write_v2, write_v3
 
@@ -253,5 +253,5 @@ def test_tasks_that_are_not_there(tmp_path: Path) -> None:
     found = table(images=False)
     place = found.column_names.index("task_index")
     other = found.set_column(place, "task_index", pa.array([0] * 13 + [5]))
-    with pytest.raises(expstore.SchemaError, match="episode 3 has task 5"):
+    with pytest.raises(expstore.errors.SchemaError, match="episode 3 has task 5"):
         opened(tmp_path, write_v3(tmp_path / "raw", other))

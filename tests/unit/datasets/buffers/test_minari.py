@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from expstore import NotFoundError, RemoteError
 from expstore.datasets import MinariExperienceReplay, load_dataset
 from expstore.datasets.kinds.minari import list_minari
+from expstore.errors import NotFoundError, RemoteError
 from expstore.specs import Bounded, Composite
 from tests.support.data_server import serving_files
 from tests.unit.datasets.test_minari import create

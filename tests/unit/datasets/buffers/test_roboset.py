@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from torchrl.data.datasets.roboset import RobosetExperienceReplay as OfTorchRL
 
-from expstore import NotFoundError
 from expstore.datasets import RobosetExperienceReplay
+from expstore.errors import NotFoundError
 from tests.support.data_server import serving_files
 from tests.unit.datasets.test_roboset import LENGTHS, write
 

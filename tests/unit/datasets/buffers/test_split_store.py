@@ -10,9 +10,9 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore import LockedError
 from expstore.datasets.buffers import split_store
 from expstore.datasets.buffers.split_store import make_split_store
+from expstore.errors import LockedError
 
 
 @pytest.fixture

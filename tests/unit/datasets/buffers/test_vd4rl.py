@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from expstore import NotFoundError
 from expstore.datasets import VD4RLExperienceReplay
+from expstore.errors import NotFoundError
 from tests.support.data_server import serving_files
 from tests.unit.datasets.test_vd4rl import write
 

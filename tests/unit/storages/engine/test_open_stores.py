@@ -118,7 +118,7 @@ def test_a_file_that_was_replaced_while_the_store_rested_is_not_written_to(store
     file.path.rename(store_path / "other")
     file.path.write_bytes((store_path / "other").read_bytes())
     before = file.path.read_bytes()
-    with pytest.raises(expstore.StorageError, match="was deleted, moved or replaced"):
+    with pytest.raises(expstore.errors.StorageError, match="was deleted, moved or replaced"):
         rb.extend(rows(2, count=300))
     assert file.path.read_bytes() == before
     rb.close()

@@ -224,7 +224,7 @@ def test_a_store_that_cannot_be_closed_does_not_keep_the_others_from_it(
         f"""
 keep = [held(expstore.open(path, capacity=100)), held(expstore.open({str(other)!r}, capacity=100))]
 for rb in keep: rb.extend(batch(10))
-def fail(*_): raise expstore.StorageError("no more")
+def fail(*_): raise expstore.errors.StorageError("no more")
 keep[0].storage.sync = fail
 import logging; logging.basicConfig()
 """,

@@ -425,15 +425,15 @@ def test_a_row_that_needs_a_closer_look_takes_the_ordinary_way(
         rb.add(row_of(4), idempotency_key="once")
         rb.add(row_of(5), episode_info={"level": 3})
         assert len(found) == 2
-        with pytest.raises(expstore.SchemaError, match="action"):
+        with pytest.raises(expstore.errors.SchemaError, match="action"):
             rb.add(row_of(6) | {"action": 0.5})
-        with pytest.raises(expstore.SchemaError):
+        with pytest.raises(expstore.errors.SchemaError):
             rb.add(row_of(6) | {"more": 1})
         rb.add(row_of(6))
         assert found[2:] == [True]
         assert rb[:]["action"].tolist() == list(range(7))
         assert rb.episodes().arrow()["length"].to_pylist() == [7]
-    with pytest.raises(expstore.StateError, match="closed"):
+    with pytest.raises(expstore.errors.StateError, match="closed"):
         rb.add(row_of(7))
 
 

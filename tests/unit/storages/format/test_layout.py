@@ -12,7 +12,8 @@ import zarr
 from tensordict import TensorDict
 
 import expstore
-from expstore import SchemaError, StateError, TensorDictMaxValueWriter
+from expstore import TensorDictMaxValueWriter
+from expstore.errors import SchemaError, StateError
 from expstore.storages.factory import ZarrStorage
 from expstore.storages.format.layout import ColumnLayout, ask_layout
 

@@ -1,0 +1,2 @@
+from expstore.remote.client import RemoteReplayBuffer as RemoteReplayBuffer
+from expstore.remote.transport import Retries as Retries
