@@ -37,6 +37,7 @@ def move_out(path: Path) -> Path:
 NAMES = ["LOCK", "STATE", "expstore.json", "episodes.log", "checksums", "journal", "columns", "columns/x/c"]
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_below_the_folder_may_be_a_link(run: Path, name: str) -> None:
     path = run / name

@@ -47,13 +47,6 @@ def seen(rows: ReplacedRows) -> list[int]:
     return [int(number) for number in numbers]
 
 
-def test_nothing_lies_over_the_columns_at_first(rows: ReplacedRows) -> None:
-    assert not rows
-    assert rows.overlay() is None
-    assert (rows.begin(), rows.waiting_bytes) == (None, 0)
-    assert seen(rows) == list(range(SLOTS))
-
-
 def test_the_newest_row_of_a_slot_is_read(rows: ReplacedRows) -> None:
     put(rows, [1, 3], [10, 30])
     put(rows, [3], [31])
@@ -64,14 +57,12 @@ def test_the_newest_row_of_a_slot_is_read(rows: ReplacedRows) -> None:
 def test_rows_are_read_while_they_are_written_and_newer_ones_over_them(rows: ReplacedRows) -> None:
     put(rows, [1, 3], [10, 30])
     batch = rows.begin()
-    assert batch is not None
     put(rows, [3], [31])
     assert rows.begin() is batch, "an attempt that failed is made again first"
     slots, (_, numbers) = batch.columns()
     assert (slots.tolist(), numbers.tolist()) == ([1, 3], [10, 30])
     assert seen(rows) == [0, 10, 2, 31, 4, 5, 6, 7]
     over = rows.overlay()
-    assert over is not None
     values = np.arange(SLOTS)
     over.lay_onto(0, values)
     assert values.tolist() == [0, 10, 2, 31, 4, 5, 6, 7]

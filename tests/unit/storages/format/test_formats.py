@@ -157,9 +157,7 @@ def test_a_newer_format_is_refused(store: tuple[Path, int], monkeypatch: pytest.
         kept.save(Disk(), path)
     before = read_files(path)
     for mode in ("a", "r"):
-        with pytest.raises(
-            MigrationError, match=f"has format {FORMAT + 1}, but this library reads .*newer expsto"
-        ):
+        with pytest.raises(MigrationError, match=f"has format {FORMAT + 1}"):
             expstore.open(path, mode=mode)
     assert read_files(path) == before
 
