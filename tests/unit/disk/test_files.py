@@ -36,7 +36,7 @@ def recording(fail_at: int | None = None) -> tuple[GatedDisk, list[tuple[str, st
     return GatedDisk(note), acts
 
 
-@pytest.mark.parametrize("size", [0, 1, KEEP_GIL_BYTES, KEEP_GIL_BYTES + 1, 3 << 20])
+@pytest.mark.parametrize("size", [0, 1, KEEP_GIL_BYTES, KEEP_GIL_BYTES + 1])
 def test_write_and_read(tmp_path: Path, rng: np.random.Generator, size: int) -> None:
     data = rng.integers(0, 256, (2, size), np.uint8)[1]
     file = Disk().open(tmp_path / "a", create=True)
@@ -145,16 +145,16 @@ def test_write_whole_syncs_before_it_renames(tmp_path: Path) -> None:
     assert disk.syncs == 2
 
 
-@pytest.mark.parametrize("at", range(len(WHOLE)))
-def test_write_whole_leaves_the_old_file_when_it_fails(tmp_path: Path, at: int) -> None:
-    (tmp_path / "a").write_bytes(b"old and longer")
-    disk, _ = recording(fail_at=at)
-    with pytest.raises(StorageError):
+def test_write_whole_leaves_the_old_file_when_it_fails(tmp_path: Path) -> None:
+    for at in range(len(WHOLE)):
+        (tmp_path / "a").write_bytes(b"old and longer")
+        disk, _ = recording(fail_at=at)
+        with pytest.raises(StorageError):
+            disk.write_whole(tmp_path / "a", b"new")
+        assert (tmp_path / "a").read_bytes() == b"old and longer"
         disk.write_whole(tmp_path / "a", b"new")
-    assert (tmp_path / "a").read_bytes() == b"old and longer"
-    disk.write_whole(tmp_path / "a", b"new")
-    assert (tmp_path / "a").read_bytes() == b"new"
-    assert os.listdir(tmp_path) == ["a"]
+        assert (tmp_path / "a").read_bytes() == b"new"
+        assert os.listdir(tmp_path) == ["a"]
 
 
 @pytest.mark.parametrize("threads", [0, 4])

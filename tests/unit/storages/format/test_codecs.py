@@ -15,11 +15,8 @@ from expstore.storages.format.codecs import CODECS
 pytestmark = pytest.mark.usefixtures("no_syncs")
 
 
-every_codec = pytest.mark.parametrize("name", CODECS)
-
-
 @pytest.mark.some(2)
-@every_codec
+@pytest.mark.parametrize("name", CODECS)
 @given(data=st.data())
 def test_bytes_come_out_as_they_were(name: str, data: st.DataObject) -> None:
     codec, seed = CODECS[name], data.draw(st.integers(0, 99))
@@ -34,12 +31,11 @@ def test_bytes_come_out_as_they_were(name: str, data: st.DataObject) -> None:
             codec.unpack(frame, other)
 
 
-@every_codec
-def test_invalid_frames_are_refused(name: str) -> None:
-    with pytest.raises(CorruptionError):
-        CODECS[name].unpack(b"\x00" * 12, 100)
-    with pytest.raises(CorruptionError):
-        CODECS[name].unpack(b"", 100)
+def test_invalid_frames_are_refused() -> None:
+    for codec in CODECS.values():
+        for frame in (b"\x00" * 12, b""):
+            with pytest.raises(CorruptionError):
+                codec.unpack(frame, 100)
 
 
 def test_a_store_of_another_effort_is_read() -> None:

@@ -142,11 +142,9 @@ def test_readers_are_told_of_content_that_is_half_replaced(tmp_path: Path) -> No
         assert not told[-1]
 
 
-@pytest.mark.parametrize(
-    "data", [{"added": ["../elsewhere"]}, {"removed": ["/etc"]}, {"moved": []}, {"added": [1]}, []]
-)
-def test_a_forged_list_is_damage(tmp_path: Path, data: object) -> None:
-    crc = google_crc32c.value(json.dumps(data, sort_keys=True).encode())
-    write(tmp_path, {"swap/list": json.dumps({"swap": data, "crc32c": crc})})
-    with pytest.raises(CorruptionError, match="list is damaged"):
-        finish_swap(Disk(), tmp_path)
+def test_a_forged_list_is_damage(tmp_path: Path) -> None:
+    for data in ({"added": ["../elsewhere"]}, {"removed": ["/etc"]}, {"moved": []}, {"added": [1]}, []):
+        crc = google_crc32c.value(json.dumps(data, sort_keys=True).encode())
+        write(tmp_path, {"swap/list": json.dumps({"swap": data, "crc32c": crc})})
+        with pytest.raises(CorruptionError, match="list is damaged"):
+            finish_swap(Disk(), tmp_path)
