@@ -16,12 +16,7 @@ from expstore.core.spare_slots import spare_slots
 from expstore.disk.files import Disk
 from expstore.episodes.segmentation import Steps
 from expstore.episodes.table import EpisodeTable
-from expstore.errors import (
-    CorruptionError,
-    SchemaError,
-    StateError,
-    StorageError,
-)
+from expstore.errors import CorruptionError, SchemaError, StateError, StorageError
 from expstore.schema.field_roles import find_keys
 from expstore.schema.schema import Field, Schema
 from expstore.storages.base import Storage

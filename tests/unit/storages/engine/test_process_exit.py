@@ -59,13 +59,9 @@ def run(path: Path, program: str, *, stop: int | None = None, twice: bool = Fals
         stop: The signal.
         twice: Whether to send it once more when the program says "again".
     """
+    wait = WAIT if stop is not None and "ready" not in program else ""
     process = warm_processes.Popen(
-        [
-            sys.executable,
-            "-c",
-            PROGRAM + program + (WAIT if stop and "ready" not in program else ""),
-            str(path),
-        ],
+        [sys.executable, "-c", PROGRAM + program + wait, str(path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

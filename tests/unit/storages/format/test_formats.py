@@ -89,16 +89,6 @@ def _base(folder: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_it_is_read(store: tuple[Path, int]) -> None:
-    folder, number = store
-    for name in ("run.exp", "killed.exp"):
-        assert format_of(Disk(), folder / name) == number
-        with expstore.open(folder / name, mode="r") as rb:
-            check(rb[:], ROWS - CAPACITY, ROWS, late=True)
-    assert verify(folder / "run.exp") == []
-
-
-@pytest.mark.slow
 @pytest.mark.some(1)
 def test_it_continues(store: tuple[Path, int]) -> None:
     folder, _ = store

@@ -11,14 +11,7 @@ import pytest
 
 from expstore.disk.files import Disk
 from expstore.errors import CorruptionError
-from expstore.storages.format.swap import (
-    SWAP,
-    TEMPORARY,
-    Swap,
-    current_path,
-    finish_swap,
-    is_half_replaced,
-)
+from expstore.storages.format.swap import SWAP, TEMPORARY, Swap, current_path, finish_swap, is_half_replaced
 from tests.support.gated_disk import GatedDisk
 
 pytestmark = pytest.mark.usefixtures("no_syncs")  # tests/crash has the power cuts

@@ -24,14 +24,7 @@ from expstore.core import tuning
 from expstore.data.containers import form_of
 from expstore.disk.files import Disk
 from expstore.disk.writer_lock import WriterLock
-from expstore.errors import (
-    CorruptionError,
-    LockedError,
-    SchemaError,
-    SnapshotError,
-    StateError,
-    StorageError,
-)
+from expstore.errors import CorruptionError, LockedError, SchemaError, SnapshotError, StateError, StorageError
 from expstore.maintenance import survey, verify
 from expstore.samplers import PrioritizedSampler, Sampler, SamplerWithoutReplacement
 from expstore.schema.row_fields import priority_place

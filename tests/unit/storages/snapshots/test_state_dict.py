@@ -20,13 +20,7 @@ from expstore.errors import ArgumentError, CorruptionError, SchemaError, StateEr
 from expstore.samplers import ConsumingSampler, SamplerWithoutReplacement
 from expstore.schema.field_roles import find_keys
 from expstore.schema.schema import Field, Schema
-from expstore.storages import (
-    LazyMemmapStorage,
-    LazyTensorStorage,
-    MemoryStorage,
-    Storage,
-    ZarrStorage,
-)
+from expstore.storages import LazyMemmapStorage, LazyTensorStorage, MemoryStorage, Storage, ZarrStorage
 from expstore.writers.writers import RoundRobinWriter
 from tests.support.batches import closing_factory, numbered_rows
 from tests.support.stores import prepare
