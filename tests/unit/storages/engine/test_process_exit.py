@@ -161,8 +161,14 @@ say(collected.wait(30))
 while keeper.is_alive():
     gc.collect()
     keeper.join(0.01)
-with expstore.open(path) as rb:
-    say(len(rb), rb.recovered)
+rb = None
+while rb is None:  # another thread closes it
+    try:
+        rb = expstore.open(path)
+    except expstore.LockedError:
+        time.sleep(0.01)
+say(len(rb), rb.recovered)
+rb.close()
 """,
     )
     assert (code, out, err) == (0, "True\n90 None\n", "")
