@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -15,61 +16,72 @@ from expstore.errors import LockedError, StateError, StorageError
 
 pytestmark = pytest.mark.usefixtures("no_syncs")  # nothing here is about what a power cut leaves
 
+#: What is built; several processes may try to build the first two at once.
+every_kind = pytest.mark.parametrize("kind", ["file", "folder", "folder of one process"])
 
-def fill(temporary: Path, target: Path, *, single: bool) -> None:
-    (temporary / (target.name if single else "part")).write_text("whole")
+
+def build(target: Path, kind: str) -> AbstractContextManager[Path]:
+    if kind == "folder of one process":
+        return build_folder(Disk(), target)
+    return build_atomically(Disk(), target, single=kind == "file")
 
 
-@pytest.mark.parametrize("single", [False, True])
-def test_a_complete_build_gets_its_name(tmp_path: Path, single: bool) -> None:
+def fill(temporary: Path, target: Path, kind: str) -> None:
+    (temporary / (target.name if kind == "file" else "part")).write_text("whole")
+
+
+def build_while(target: Path, kind: str, act: Callable[[], object]) -> None:
+    """Build something; something else happens before its end."""
+    with build(target, kind) as temporary:
+        fill(temporary, target, kind)
+        act()
+
+
+@every_kind
+def test_a_complete_build_gets_its_name(tmp_path: Path, kind: str) -> None:
     target = tmp_path / "out"
-    with build_atomically(Disk(), target, single=single) as temporary:
+    with build(target, kind) as temporary:
         assert os.listdir(tmp_path) == ["out.tmp"]
-        fill(temporary, target, single=single)
+        fill(temporary, target, kind)
     assert os.listdir(tmp_path) == ["out"]
-    assert (target if single else target / "part").read_text() == "whole"
-    assert single or os.listdir(target) == ["part"]
+    assert (target if kind == "file" else target / "part").read_text() == "whole"
+    assert kind == "file" or os.listdir(target) == ["part"]
 
 
-def make(target: Path, *, single: bool, meanwhile: Callable[[], None]) -> None:
-    """Make something, while something else happens."""
-    with build_atomically(Disk(), target, single=single) as temporary:
-        fill(temporary, target, single=single)
-        meanwhile()
-
-
-@pytest.mark.parametrize("single", [False, True])
+@every_kind
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_an_error_leaves_nothing(tmp_path: Path, error: type[BaseException], single: bool) -> None:
+def test_an_error_leaves_nothing(tmp_path: Path, error: type[BaseException], kind: str) -> None:
     def fail() -> None:
         raise error
 
     with pytest.raises(error):
-        make(tmp_path / "out", single=single, meanwhile=fail)
+        build_while(tmp_path / "out", kind, fail)
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("single", [False, True])
-def test_a_target_made_by_another_process_stays(tmp_path: Path, single: bool) -> None:
+@every_kind
+def test_a_target_made_by_another_process_stays(tmp_path: Path, kind: str) -> None:
     target = tmp_path / "out"
+    error = StorageError if kind == "folder of one process" else StateError
 
     def interfere() -> None:
-        target.write_text("theirs")
+        target.mkdir()
+        (target / "part").write_text("theirs")
 
-    with pytest.raises(StateError, match="has created .*out meanwhile"):
-        make(target, single=single, meanwhile=interfere)
+    with pytest.raises(error):
+        build_while(target, kind, interfere)
     assert os.listdir(tmp_path) == ["out"]
-    assert target.read_text() == "theirs"
+    assert (target / "part").read_text() == "theirs"
 
 
-def test_files_of_a_killed_build_are_removed_first(tmp_path: Path) -> None:
+@every_kind
+def test_files_of_a_killed_build_are_removed_first(tmp_path: Path, kind: str) -> None:
     (tmp_path / "out.tmp/rows").mkdir(parents=True)
     (tmp_path / "out.tmp/rows/x").write_text("half")
-    (tmp_path / "out.tmp/y").write_text("half")
-    with build_atomically(Disk(), tmp_path / "out") as temporary:
-        assert os.listdir(temporary) == ["LOCK"]
-        fill(temporary, tmp_path / "out", single=False)
-    assert os.listdir(tmp_path / "out") == ["part"]
+    with build(tmp_path / "out", kind) as temporary:
+        assert set(os.listdir(temporary)) <= {"LOCK"}
+        fill(temporary, tmp_path / "out", kind)
+    assert os.listdir(tmp_path) == ["out"]
 
 
 def test_two_do_not_make_the_same(tmp_path: Path) -> None:
@@ -81,38 +93,3 @@ def test_two_do_not_make_the_same(tmp_path: Path) -> None:
             pass
     assert (tmp_path / "out.tmp/theirs").read_text() == "being made"
     lock.release()
-
-
-# -- folders that only one process builds --------------------------------------------------------------------
-
-
-def test_a_folder_has_its_name_when_it_is_complete(tmp_path: Path) -> None:
-    (tmp_path / "out.tmp").mkdir()
-    (tmp_path / "out.tmp/x").write_text("left over from a process that was killed")
-    with build_folder(Disk(), tmp_path / "out") as temporary:
-        assert os.listdir(tmp_path) == ["out.tmp"]
-        assert os.listdir(temporary) == []
-        (temporary / "part").write_text("whole")
-    assert os.listdir(tmp_path) == ["out"]
-    assert (tmp_path / "out/part").read_text() == "whole"
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_an_error_leaves_no_folder(tmp_path: Path, error: type[BaseException]) -> None:
-    def build() -> None:
-        with build_folder(Disk(), tmp_path / "out") as temporary:
-            (temporary / "part").write_text("half")
-            raise error
-
-    with pytest.raises(error):
-        build()
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_folder_in_the_way_stays(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/part").write_text("theirs")
-    with pytest.raises(StorageError), build_folder(Disk(), tmp_path / "out") as temporary:
-        (temporary / "part").write_text("ours")
-    assert os.listdir(tmp_path) == ["out"]
-    assert (tmp_path / "out/part").read_text() == "theirs"

@@ -129,7 +129,6 @@ def test_an_interrupt_at_any_moment_leaves_it_free() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, former)
         stop.set()
-    assert other is not None
     other.join(SECONDS)
     assert not other.is_alive()
     assert not lock._queue

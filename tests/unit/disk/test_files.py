@@ -19,26 +19,26 @@ from expstore.disk.files import KEEP_GIL_BYTES, Disk, File, address_of
 from expstore.disk.mapped_files import AddressRange
 from expstore.disk.threads import Threads
 from expstore.errors import StorageError
+from tests.support.gated_disk import GatedDisk
 
 
-class Recorder(Disk):
-    """Write down every act; fail the one numbered `fail_at`."""
+def recording(fail_at: int | None = None) -> tuple[GatedDisk, list[tuple[str, str]]]:
+    """Return a disk and the list of its operations; the operation with number `fail_at` fails once."""
+    acts: list[tuple[str, str]] = []
+    failures = [] if fail_at is None else [fail_at]
 
-    def __init__(self, fail_at: int | None = None) -> None:
-        super().__init__()
-        self.acts: list[tuple[str, str]] = []
-        self.fail_at = fail_at
-
-    def gate(self, act: str, path: Path) -> None:
-        if len(self.acts) == self.fail_at:
-            self.fail_at = None
+    def note(act: str, path: Path) -> None:
+        if failures == [len(acts)]:
+            failures.clear()
             raise StorageError(f"no {act}")
-        self.acts.append((act, path.name))
+        acts.append((act, path.name))
+
+    return GatedDisk(note), acts
 
 
-@pytest.mark.parametrize("size", [0, 1, 4096, KEEP_GIL_BYTES, KEEP_GIL_BYTES + 1, 3 << 20])
+@pytest.mark.parametrize("size", [0, 1, KEEP_GIL_BYTES, KEEP_GIL_BYTES + 1])
 def test_write_and_read(tmp_path: Path, rng: np.random.Generator, size: int) -> None:
-    data = rng.integers(0, 256, size, np.uint8)
+    data = rng.integers(0, 256, (2, size), np.uint8)[1]
     file = Disk().open(tmp_path / "a", create=True)
     file.write(data, 10)
     file.write(data.tobytes(), 10 + size)
@@ -46,14 +46,6 @@ def test_write_and_read(tmp_path: Path, rng: np.random.Generator, size: int) -> 
     assert file.read(10, 2 * size) == 2 * data.tobytes()
     assert file.read(10 + size, 10 * size + 5) == data.tobytes()  # up to the end
     file.close()
-    file.close()
-
-
-def test_arrays_are_written_as_they_lie(tmp_path: Path) -> None:
-    values = np.arange(24, dtype="<f4").reshape(2, 3, 4)
-    file = Disk().open(tmp_path / "a", create=True)
-    file.write(values, 4)
-    assert file.read(4, 96) == values.tobytes()
     file.close()
 
 
@@ -133,13 +125,13 @@ def test_scatter(tmp_path: Path, compiled: bool) -> None:
 
 
 def test_a_disk_that_watches_its_acts_is_not_passed_by(tmp_path: Path) -> None:
-    disk = Recorder()
+    disk, acts = recording()
     disk.warm()
     file = disk.open(tmp_path / "a", create=True)
     zero = np.zeros(1, np.int64)
     array = np.arange(4, dtype="u1")
     disk.scatter([array], [file], np.array([file.fd]), zero + address_of(array), zero + 4, zero)
-    assert disk.acts == [("create", "a"), ("write", "a")]
+    assert acts == [("create", "a"), ("write", "a")]
     file.close()
 
 
@@ -147,39 +139,40 @@ WHOLE = [("create", "a.tmp"), ("truncate", "a.tmp"), ("write", "a.tmp"), ("sync"
 
 
 def test_write_whole_syncs_before_it_renames(tmp_path: Path) -> None:
-    disk = Recorder()
+    disk, acts = recording()
     disk.write_whole(tmp_path / "a", b"one")
-    assert disk.acts == [*WHOLE, ("sync_dir", tmp_path.name)]
+    assert acts == [*WHOLE, ("sync_dir", tmp_path.name)]
     assert disk.syncs == 2
 
 
-@pytest.mark.parametrize("at", range(len(WHOLE)))
-def test_write_whole_leaves_the_old_file_when_it_fails(tmp_path: Path, at: int) -> None:
-    (tmp_path / "a").write_bytes(b"old and longer")
-    disk = Recorder(fail_at=at)
-    with pytest.raises(StorageError):
+def test_write_whole_leaves_the_old_file_when_it_fails(tmp_path: Path) -> None:
+    for at in range(len(WHOLE)):
+        (tmp_path / "a").write_bytes(b"old and longer")
+        disk, _ = recording(fail_at=at)
+        with pytest.raises(StorageError):
+            disk.write_whole(tmp_path / "a", b"new")
+        assert (tmp_path / "a").read_bytes() == b"old and longer"
         disk.write_whole(tmp_path / "a", b"new")
-    assert (tmp_path / "a").read_bytes() == b"old and longer"
-    disk.write_whole(tmp_path / "a", b"new")
-    assert (tmp_path / "a").read_bytes() == b"new"
-    assert os.listdir(tmp_path) == ["a"]
+        assert (tmp_path / "a").read_bytes() == b"new"
+        assert os.listdir(tmp_path) == ["a"]
 
 
 @pytest.mark.parametrize("threads", [0, 4])
 def test_sync_all_does_all_and_raises_the_first_failure(tmp_path: Path, threads: int) -> None:
-    class Failing(Recorder):
-        def gate(self, act: str, path: Path) -> None:
-            super().gate(act, path)
-            if act == "sync" and path.name in "bc":
+    synced: list[str] = []
+
+    def fail(act: str, path: Path) -> None:
+        if act.startswith("sync"):
+            synced.append(path.name)
+            if path.name in "bc":
                 raise StorageError(f"no sync of {path.name}")
 
-    disk = Failing()
+    disk = GatedDisk(fail)
     made = [disk.open(tmp_path / name, create=True) for name in "abcd"]
     pool = Threads(threads) if threads else None
     with pytest.raises(StorageError, match="no sync of b"):
         disk.sync_all(made, [tmp_path], pool)
-    done = {name for act, name in disk.acts if act.startswith("sync")}
-    assert done == ({"a", "b", "c", "d", tmp_path.name} if pool else {"a", "b"})
+    assert set(synced) == ({"a", "b", "c", "d", tmp_path.name} if pool else {"a", "b"})
     disk.sync_all([made[0], made[3]], [tmp_path], pool)
     for file in made:
         file.close()
@@ -190,18 +183,17 @@ def test_a_failed_sync_is_raised_although_the_wait_was_interrupted(tmp_path: Pat
     interrupted = threading.Event()
     done: list[str] = []
 
-    class Failing(Recorder):
-        def gate(self, act: str, path: Path) -> None:
-            if act == "sync":
-                if threading.current_thread() is threading.main_thread() and not interrupted.is_set():
-                    interrupted.set()
-                    raise KeyboardInterrupt
-                assert interrupted.wait(30)
-                done.append(path.name)
-                if path.name == "b":
-                    raise StorageError("no sync of b")
+    def fail(act: str, path: Path) -> None:
+        if act == "sync":
+            if threading.current_thread() is threading.main_thread() and not interrupted.is_set():
+                interrupted.set()
+                raise KeyboardInterrupt
+            assert interrupted.wait(30)
+            done.append(path.name)
+            if path.name == "b":
+                raise StorageError("no sync of b")
 
-    disk = Failing()
+    disk = GatedDisk(fail)
     made = [disk.open(tmp_path / name, create=True) for name in "abc"]
     with pytest.raises(StorageError, match="no sync of b"):
         disk.sync_all(made, [], Threads())
@@ -237,7 +229,7 @@ def test_missing_things(tmp_path: Path) -> None:
 
 
 def test_folders(tmp_path: Path) -> None:
-    disk = Recorder()
+    disk, acts = recording()
     disk.make_dir(tmp_path / "x" / "y")
     disk.make_dir(tmp_path / "x" / "y")
     disk.put(tmp_path / "x" / "y" / "f", b"12345")
@@ -248,7 +240,7 @@ def test_folders(tmp_path: Path) -> None:
     assert disk.free(tmp_path) > 0
     disk.remove_tree(tmp_path / "x")
     assert disk.names(tmp_path) == []
-    assert [act for act, _ in disk.acts].count("mkdir") == 1
+    assert [act for act, _ in acts].count("mkdir") == 1
 
 
 def test_a_lock_is_one_descriptors(tmp_path: Path) -> None:
@@ -294,11 +286,6 @@ def test_a_file_too_short_is_never_mapped(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"short is shorter than the 4096"):
         AddressRange(4096).attach(file, at=0, size=4096)
     file.close()
-
-
-def test_boot_id_is_the_machines() -> None:
-    assert Disk().boot_id() == Disk().boot_id()
-    assert len(Disk().boot_id()) == 16
 
 
 def test_a_failed_sync_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

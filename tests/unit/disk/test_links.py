@@ -41,6 +41,7 @@ NAMES = ["LOCK", "STATE", "expstore.json", "episodes.log", "checksums", "journal
     "process/links",
     "No operation on a store reaches a file elsewhere through a symbolic link.",
 )
+@pytest.mark.some(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_below_the_folder_may_be_a_link(run: Path, name: str) -> None:
     path = run / name

@@ -10,37 +10,39 @@ import pytest
 from expstore.disk.local_path import local_path
 from expstore.errors import StateError
 
-
-@pytest.mark.parametrize(
-    ("given", "instead"),
-    [
-        ("http://host:8420/name", "expstore.connect"),
-        ("https://host/name", "expstore.connect"),
-        ("HTTPS://host/name", "expstore.connect"),
-        ("s3://bucket/key", "give a local path"),
-        ("gs://bucket/key", "give a local path"),
-        ("anything+at-all.1://x", "give a local path"),
-        ("file:///tmp/x", "leave out file://"),
-        (Path("s3://bucket/key"), "give a local path"),
-        (Path("http://host"), "expstore.connect"),
-        (Path("foo://b/k"), "foo:// is not supported; give a local path"),
-        (Path("anything+at-all.1://x"), "give a local path"),
-        ("foo:/b/k", "give the absolute path"),
-    ],
-)
-def test_a_url_is_refused_with_what_to_use(given: str | Path, instead: str) -> None:
-    with pytest.raises(StateError, match=instead) as caught:
-        local_path(given)
-    assert caught.value.kind == "path"
+#: Text or path, and what the error says.
+REFUSED: list[tuple[Any, str]] = [
+    ("http://host:8420/name", "expstore.connect"),
+    ("https://host/name", "expstore.connect"),
+    ("HTTPS://host/name", "expstore.connect"),
+    ("s3://bucket/key", "give a local path"),
+    ("gs://bucket/key", "give a local path"),
+    ("anything+at-all.1://x", "give a local path"),
+    ("file:///tmp/x", "leave out file://"),
+    (Path("s3://bucket/key"), "give a local path"),
+    (Path("http://host"), "expstore.connect"),
+    (Path("foo://b/k"), "foo:// is not supported; give a local path"),
+    (Path("anything+at-all.1://x"), "give a local path"),
+    ("foo:/b/k", "give the absolute path"),
+    *((given, f"is a {type(given).__name__}, not a path; pass a str") for given in (b"a", 3, None)),
+    ("a\0b", "NUL"),
+]
 
 
-@pytest.mark.parametrize(
-    "given",
-    ["a", "/a/b", ":memory:", "a?b", "a\\b", "c:/x", "a:b", "1://x", "md:x", "a/b://c", "foo:", "/foo:/b"],
-)
-def test_a_path_stays_as_it_is(given: str) -> None:
-    assert local_path(given) == Path(given)
-    assert local_path(Path(given)) == Path(given)
+def test_what_is_no_local_path_is_refused_with_what_to_use() -> None:
+    for given, instead in REFUSED:
+        with pytest.raises(StateError, match=instead) as caught:
+            local_path(given)
+        assert caught.value.kind == "path"
+
+
+LOCAL = ("a", "/a/b", ":memory:", "a?b", "a\\b", "c:/x", "a:b", "1://x", "md:x", "a/b://c", "foo:", "/foo:/b")
+
+
+def test_a_path_stays_as_it_is() -> None:
+    for given in LOCAL:
+        assert local_path(given) == Path(given)
+        assert local_path(Path(given)) == Path(given)
 
 
 def test_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,18 +51,6 @@ def test_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert local_path(Path("~/a")) == Path("/home/somebody/a")
     with pytest.raises(StateError, match="Write the path without ~"):
         local_path("~no_such_user/a")
-
-
-@pytest.mark.parametrize("given", [b"a", 3, None])
-def test_invalid_paths_are_refused(given: Any) -> None:
-    with pytest.raises(StateError, match=f"is a {type(given).__name__}, not a path; pass a str") as caught:
-        local_path(given)
-    assert caught.value.kind == "path"
-
-
-def test_invalid_file_names_are_refused() -> None:
-    with pytest.raises(StateError, match="NUL"):
-        local_path("a\0b")
 
 
 def test_links_that_lead_to_themselves_are_refused(tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], Callable[[Path, Path], object], 
 
 
 @pytest.mark.guarantee("exchange/safe")
+@pytest.mark.some(4)
 @pytest.mark.parametrize("name", list(SOURCES))
 def test_files_outside_are_not_read(tmp_path: Path, name: str) -> None:
     """A file, or the folder above it, that is a link to the outside is refused."""
@@ -102,6 +103,7 @@ def test_files_outside_are_not_read(tmp_path: Path, name: str) -> None:
     assert not (tmp_path / "out.exp").exists()
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("name", list(SOURCES))
 def test_links_inside_are_followed(tmp_path: Path, name: str) -> None:
     """The source itself may be a link, and files in it may be links to files in it."""

@@ -124,10 +124,11 @@ def test_threads_without_work_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_interrupted_caller_still_waits_for_its_jobs() -> None:
-    gate, ended = threading.Event(), threading.Event()
+    begun, gate, ended = threading.Event(), threading.Event(), threading.Event()
 
     def act() -> None:
-        gate.wait(30)
+        begun.set()
+        gate.wait(60)
         ended.set()
 
     class Interrupted(Job):
@@ -141,6 +142,7 @@ def test_an_interrupted_caller_still_waits_for_its_jobs() -> None:
 
     job = Interrupted(act)
     Threads().add(job)
+    assert begun.wait(60)  # otherwise the caller would run it
     with pytest.raises(KeyboardInterrupt):
         finish([job])
     assert ended.is_set()

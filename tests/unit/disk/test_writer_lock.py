@@ -16,6 +16,8 @@ import pytest
 from expstore.disk.files import Disk, File, _to_error
 from expstore.disk.writer_lock import WriterLock, is_locked, read_owner
 from expstore.errors import LockedError, StateError, StorageError
+from tests.support.forks import in_child
+from tests.support.gated_disk import GatedDisk, refuse
 
 KEEP_OPEN = """
 import sys
@@ -36,9 +38,7 @@ def test_a_second_one_in_this_process_learns_since_when(tmp_path: Path) -> None:
     lock = take(tmp_path)
     assert lock.held
     for _ in range(2):
-        with pytest.raises(
-            LockedError, match=rf"this process \({os.getpid()}\) has it open since 20\d\d-"
-        ) as caught:
+        with pytest.raises(LockedError, match=rf"\({os.getpid()}\) has it open since 20\d\d-") as caught:
             take(tmp_path)
         assert str(tmp_path) in str(caught.value)
         assert "close() it first" in caught.value.hint
@@ -49,13 +49,8 @@ def test_a_second_one_in_this_process_learns_since_when(tmp_path: Path) -> None:
 
 
 def test_a_lock_that_cannot_be_signed_is_free_again(tmp_path: Path) -> None:
-    class FullDisk(Disk):
-        def gate(self, act: str, path: Path) -> None:
-            if act == "write":
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with pytest.raises(StorageError, match="No space"):
-        WriterLock(FullDisk(), tmp_path / "LOCK")
+    with pytest.raises(StorageError):
+        WriterLock(GatedDisk(refuse("write")), tmp_path / "LOCK")
     take(tmp_path).release()
 
 
@@ -65,8 +60,6 @@ def test_another_process_is_named(tmp_path: Path) -> None:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
-    assert child.stdout is not None
-    assert child.stdin is not None
     assert child.stdout.readline() == b"held\n"
     message = rf"process {child.pid} on {socket.gethostname()} has it open since .*close it there first"
     with pytest.raises(LockedError, match=message):
@@ -91,7 +84,6 @@ def test_the_address_of_a_server_is_named(tmp_path: Path) -> None:
     lock, path = take(tmp_path), tmp_path / "LOCK"
     lock.announce("http://trainer:8420/demo")
     owner = read_owner(Disk(), path)
-    assert owner is not None
     assert (owner.address, path.stat().st_size) == ("http://trainer:8420/demo", 256)
     lock.announce(f"http://{'x' * 300}/demo")  # too long for the text, which stays as it is
     assert read_owner(Disk(), path) == owner
@@ -101,7 +93,6 @@ def test_the_address_of_a_server_is_named(tmp_path: Path) -> None:
     lock.release()
     lock = take(tmp_path)  # by a process that is no server
     owner = read_owner(Disk(), path)
-    assert owner is not None
     assert owner.address == ""
     lock.release()
 
@@ -117,20 +108,14 @@ def test_the_text_names_the_newest_owner(tmp_path: Path) -> None:
 
 def test_a_forked_child_does_not_own_the_lock_and_leaves_it_to_the_parent(tmp_path: Path) -> None:
     lock = take(tmp_path)
-    pid = os.fork()
-    if pid == 0:
-        try:
-            held = lock.held
-            try:
-                take(tmp_path)
-                code = 1
-            except LockedError:
-                code = 2 if held else 0
-            lock.release()
-        except BaseException:
-            code = 3
-        os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+    def child() -> None:
+        assert not lock.held
+        with pytest.raises(LockedError):
+            take(tmp_path)
+        lock.release()
+
+    in_child(child)
     assert lock.held
     with pytest.raises(LockedError):
         take(tmp_path)

@@ -58,6 +58,7 @@ def test_buffers_packed_by_arrow_are_unpacked(asked: list[tuple[int, int, str | 
     assert unpack([packed(one, codec) for one, (_, _, codec) in zip(data, asked, strict=True)]) == data
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("codec", ["lz4", "zstd"])
 @pytest.mark.parametrize("size", [40, 5000, 200_000])
 def test_damage_is_reported_and_nothing_else_is_written(codec: str, size: int) -> None:

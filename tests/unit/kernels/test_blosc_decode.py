@@ -87,6 +87,7 @@ def test_rows_are_those_that_were_packed(threads: int, codec: str, kind: str, ea
         assert (rows == frames.rows[wanted]).all()
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("block", [7 * WIDTH + 5, 8 * WIDTH, 9 * WIDTH, 15 * WIDTH, 16 * WIDTH])
 def test_rows_of_blocks_of_any_length(threads: int, block: int) -> None:
     """Rows may lie across blocks, of which some are kept as they are."""
@@ -101,9 +102,8 @@ def test_rows_of_blocks_of_any_length(threads: int, block: int) -> None:
         assert (found == rows[wanted]).all()
 
 
-@pytest.mark.parametrize(
-    "at", [8, 16, 20, 24]
-)  # length of a block, where the first two begin, how long one is
+@pytest.mark.some(4)
+@pytest.mark.parametrize("at", [8, 16, 20, 24])  # length of a block, begin of the first two, length of one
 @pytest.mark.parametrize("value", [0, 1, 2**31 - 1, 2**32 - 1])
 def test_a_frame_that_lies_is_damaged(at: int, value: int) -> None:
     """Its checksum fits; nothing outside of it is read or written."""

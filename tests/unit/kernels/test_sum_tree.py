@@ -8,7 +8,7 @@ import pytest
 from expstore.kernels.sum_tree import SumTree, raise_priorities
 
 
-@pytest.mark.parametrize("size", [1, 7, 8, 9, 64, 65, 1000, 4097])
+@pytest.mark.parametrize("size", [1, 8, 9, 4097])
 def test_places_lie_where_the_running_sum_passes_the_mass(size: int) -> None:
     rng = np.random.default_rng(size)
     weights = np.where(rng.random(size) < 0.3, 0.0, rng.random(size))
@@ -95,7 +95,6 @@ def test_a_draw_finds_the_places_at_shares_of_the_sum(size: int) -> None:
     shares = rng.random(1000)
     places, weights = tree.find(shares * tree.total)
     drawn = tree.draw(shares)
-    assert drawn is not None
     np.testing.assert_array_equal(drawn[0], places)
     np.testing.assert_array_equal(drawn[1], weights / tree.smallest)
     np.testing.assert_allclose(drawn[2], (tree.total, tree.smallest), rtol=1e-15)

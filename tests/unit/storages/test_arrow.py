@@ -31,6 +31,8 @@ from expstore.storages.follower import FollowerStorage
 from expstore.storages.memory import MemoryStorage
 from expstore.writers.writers import RoundRobinWriter
 from tests.support.case_selection import in_full, share
+from tests.support.damaged_stores import flip
+from tests.support.gated_disk import GatedDisk, refuse
 from tests.support.stores import prepare, window_ids
 from tests.support.tuned import few_rows_in_memory, set_spare_slots
 from tests.support.variable_fields import SCHEMA, check, columns_of, put
@@ -66,6 +68,14 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def new(path: Path, capacity: int | None = None, **options: Any) -> ArrowStorage:
     return prepare(ArrowStorage(path, capacity, **options), SCHEMA)
+
+
+def check_reopened(storage: ArrowStorage) -> None:
+    """Close a store, open it again, and check its rows."""
+    storage.close()
+    again = new(storage.path)
+    check(again, window_ids(again))
+    again.close()
 
 
 def segments(path: Path) -> list[Path]:
@@ -190,15 +200,11 @@ def test_segments_whose_rows_have_left_a_ring_go_after_the_mark(
     storage.sync()
     storage.sync()
     assert len(segments(storage.path)) <= 3 < len(names)
-    assert storage.state.columns is not None
     assert storage.geometry.slots is not None
     kept = storage.state.columns.shared[0].segments
     assert all(segment.last > storage.last - storage.geometry.slots for segment in kept)
     check(storage, window_ids(storage))
-    storage.close()
-    storage = new(tmp_path / "a.exp")
-    check(storage, window_ids(storage))
-    storage.close()
+    check_reopened(storage)
 
 
 def test_empty_frees_segments(tmp_path: Path, tiny: None) -> None:
@@ -216,73 +222,24 @@ def test_empty_frees_segments(tmp_path: Path, tiny: None) -> None:
     storage.close()
 
 
-@pytest.mark.slow
-@pytest.mark.some(1)
-def test_small_batches_are_merged(tmp_path: Path, monkeypatch: Any, compression: Any) -> None:
-    monkeypatch.setattr(tuning, "ARROW_SEGMENT_BATCHES", 100)
-    storage = new(tmp_path / "a.exp", compression=compression)
-    storage.background.stop()
-    for _ in range(950):
-        put(storage, 1)
-        storage.drain()  # as the keeper does ten times a second
-    for _ in range(20):
-        storage.sync()
-        put(storage, 1)
-    (found,) = storage.state.columns.shared
-    assert found is not None
-    assert sum(len(segment.headers) for segment in found.segments) < 250
-    assert len(found.segments) < 5
-    assert sum(map(rows_in, segments(storage.path))) >= 950
-    check(storage, window_ids(storage))
-    storage.close()
-    storage = new(tmp_path / "a.exp")
-    check(storage, window_ids(storage))
-    storage.close()
-
-
 def test_merging_that_the_disk_refuses_costs_nothing(tmp_path: Path, tiny: None, monkeypatch: Any) -> None:
     monkeypatch.setattr(tuning, "ARROW_COMPACTED_BYTES", 12_000)
-    storage = new(tmp_path / "a.exp")
+    disk = GatedDisk()
+    storage = new(tmp_path / "a.exp", disk=disk)
     storage.background.stop()
-    real = storage.disk.gate
-
-    def full(act: str, path: Path) -> None:
-        if path.name == writer.AGAIN and act == "write":
-            raise StorageError("no space", kind="disk_full")
-        real(act, path)
-
-    monkeypatch.setattr(storage.disk, "gate", full)
+    disk.before = refuse("write", where=writer.AGAIN)
     for _ in range(60):
         put(storage, 1)
         storage.drain()
     storage.sync()
     storage.sync()
     check(storage, window_ids(storage))
-    monkeypatch.setattr(storage.disk, "gate", real)
-    assert storage.state.columns is not None
+    disk.relax()
     batches = sum(len(segment.headers) for segment in storage.state.columns.shared[0].segments)
     for _ in range(4):  # one segment per sync
         put(storage, 1)
         storage.sync()
     assert sum(len(segment.headers) for segment in storage.state.columns.shared[0].segments) < batches - 20
-    check(storage, window_ids(storage))
-    storage.close()
-
-
-@pytest.mark.parametrize("count", [11, 20, 21, 26, 60, 200])
-def test_an_extend_longer_than_spare_and_ring_leaves_the_newest(
-    tmp_path: Path, tiny: None, monkeypatch: Any, count: int
-) -> None:
-    set_spare_slots(monkeypatch, 5)
-    storage = new(tmp_path / "a.exp", 20)
-    put(storage, 7)
-    put(storage, count)
-    check(storage, window_ids(storage))
-    put(storage, 3)
-    check(storage, window_ids(storage))
-    storage.close()
-    storage = new(tmp_path / "a.exp")
-    assert storage.last == 10 + count
     check(storage, window_ids(storage))
     storage.close()
 
@@ -350,7 +307,6 @@ def test_rows_that_were_never_published_are_cut(tmp_path: Path, tiny: None, lost
         put(storage, 1)
     storage.drain()
     (found,) = storage.state.columns.shared
-    assert found is not None
     for last in (42 - lost, 30, 29):
         path = leave(storage, tmp_path)
         copied = writer.SegmentWriter(storage.disk, path / "segments", found.fields, None, compression=None)
@@ -368,74 +324,28 @@ def test_rows_that_were_never_published_are_cut(tmp_path: Path, tiny: None, lost
     storage.close()
 
 
-def test_a_full_disk_leaves_the_store_as_it_was(tmp_path: Path, tiny: None, monkeypatch: Any) -> None:
-    storage = new(tmp_path / "a.exp")
+def test_a_full_disk_leaves_the_store_as_it_was(tmp_path: Path, tiny: None) -> None:
+    disk = GatedDisk()
+    storage = new(tmp_path / "a.exp", disk=disk)
     put(storage, 30)
-    real = storage.disk.gate
-
-    def full(act: str, path: Path) -> None:
-        if path.parent.name == "segments" and act in ("write", "truncate"):
-            raise StorageError("no space", kind="disk_full")
-        real(act, path)
-
     for count in (40, 2):
-        monkeypatch.setattr(storage.disk, "gate", full)
+        disk.before = refuse("write", "truncate", where="/segments/")
         before = storage.last
         if count > 8:
-            with pytest.raises(StorageError, match="no space"):
+            with pytest.raises(StorageError):
                 put(storage, count)
             assert storage.last == before
         else:
             put(storage, count)  # in the journal
         check(storage, window_ids(storage))
-        monkeypatch.setattr(storage.disk, "gate", real)
+        disk.relax()
         put(storage, count)
         check(storage, window_ids(storage))
-    storage.close()
-    storage = new(tmp_path / "a.exp")
-    check(storage, window_ids(storage))
-    storage.close()
-
-
-def test_an_extend_that_would_leave_too_little_space_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
-    storage = new(tmp_path / "a.exp", settings=Settings(min_free_bytes=1 << 20, storage="arrow"))
-    put(storage, 10)
-    size = sum(c.nbytes for c in columns_of(np.arange(11, 21)) if isinstance(c, pa.Array))
-    monkeypatch.setattr(storage.disk, "free", lambda path: (1 << 20) + size - 1)
-    with pytest.raises(StorageError, match="min_free_bytes"):
-        put(storage, 10)
-    monkeypatch.setattr(storage.disk, "free", lambda path: (1 << 20) + size + 100_000)
-    put(storage, 10)
-    check(storage, window_ids(storage))
-    storage.close()
+    check_reopened(storage)
 
 
 # ---------------------------------------------------------------------------------------------------
 # Readers, versions, what is refused.
-
-
-@pytest.mark.some(2)
-def test_a_follower_reads_rows_as_they_come(tmp_path: Path, tiny: None, compression: Any) -> None:
-    storage = new(tmp_path / "a.exp", 60, compression=compression)
-    put(storage, 5)
-    follower = FollowerStorage(tmp_path / "a.exp")
-    assert follower.kind == "arrow"
-    for count in (1, 40, 3, 25, 90, 2, 2, 30, 30, 30, 30, 70):
-        put(storage, count)
-        storage.drain()
-        if count % 3 == 0:
-            storage.sync()
-        ids = window_ids(follower)
-        np.testing.assert_array_equal(ids, window_ids(storage))
-        check(follower, ids)
-    storage.clear()
-    put(storage, 12)
-    np.testing.assert_array_equal(window_ids(follower), window_ids(storage))
-    check(follower, window_ids(storage))
-    storage.close()
-    follower.follow()
-    check(follower, window_ids(follower))
-    follower.close()
 
 
 def test_versions_share_finished_segments(tmp_path: Path, tiny: None) -> None:
@@ -467,23 +377,6 @@ def test_versions_share_finished_segments(tmp_path: Path, tiny: None) -> None:
     with pytest.raises(SchemaError, match='="arrow"'):
         flat.loads(tmp_path / "versions")
     flat.close()
-    storage.close()
-
-
-def test_rows_of_fixed_size_can_be_changed_and_others_not(tmp_path: Path) -> None:
-    storage = new(tmp_path / "a.exp")
-    ids = put(storage, 20)
-    number = len(SCHEMA.fields) - 1
-    storage.change(ids[3:5], [number], [np.array([7, 8])])
-    assert storage.read(ids[3:5], [number])[0].tolist() == [7, 8]
-    with pytest.raises(SchemaError, match="'tokens' "):
-        storage.change(ids[3:5], [2], [columns_of(ids[3:5])[2]])
-    with pytest.raises(SchemaError, match="'blob' .*'text' "):
-        storage.change(ids[3:5], range(len(SCHEMA.fields)), columns_of(ids[3:5]))
-    storage.close()
-    storage = new(tmp_path / "a.exp")
-    assert storage.read(ids[3:5], [number])[0].tolist() == [7, 8]
-    assert storage.read(ids[3:5], [2])[0].equals(columns_of(ids[3:5])[2])
     storage.close()
 
 
@@ -546,12 +439,6 @@ def test_a_lost_segment_is_damage(tmp_path: Path, tiny: None) -> None:
 # Checks.
 
 
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 0x10
-    path.write_bytes(data)
-
-
 @pytest.mark.some(2)
 @pytest.mark.parametrize("where", ["body", "header", "missing", "first"])
 def test_damage_is_found_and_repaired_at_the_cost_of_its_rows(
@@ -561,7 +448,6 @@ def test_damage_is_found_and_repaired_at_the_cost_of_its_rows(
     for _ in range(6):
         put(storage, 30)
     (found,) = storage.state.columns.shared
-    assert found is not None
     chosen = found.segments[0 if where == "first" else 1]
     number = len(chosen.headers) // 2
     header, at = chosen.headers[number], chosen.offsets[number]
@@ -571,7 +457,7 @@ def test_damage_is_found_and_repaired_at_the_cost_of_its_rows(
         chosen.path.unlink()
         lost = {id for one in chosen.headers for id in range(one.first, one.last + 1)}
     else:
-        flip(chosen.path, at + (20 if where == "header" else header.size - 8))
+        flip(chosen.path, at + (20 if where == "header" else header.size - 8), 4)
         lost = set(range(header.first, header.last + 1))
     findings = verify(tmp_path / "a.exp")
     ids = {id for finding in findings for a, b in finding.ids for id in range(a, b + 1)}
@@ -626,21 +512,20 @@ def test_a_damaged_schema_of_a_segment_is_damage(tmp_path: Path) -> None:
     assert verify(storage.path) == []
 
 
-def test_a_segment_whose_first_write_failed_is_used_by_the_next(tmp_path: Path, monkeypatch: Any) -> None:
-    storage = prepare(ArrowStorage(tmp_path / "a.exp"), TOKENS)
-    real, writes = storage.disk.gate, []
+def test_a_segment_whose_first_write_failed_is_used_by_the_next(tmp_path: Path) -> None:
+    disk, writes = GatedDisk(), []
+    storage = prepare(ArrowStorage(tmp_path / "a.exp", disk=disk), TOKENS)
 
-    def full(act: str, path: Path) -> None:
+    def refuse_the_second(act: str, path: Path) -> None:
         if path.parent.name == "segments" and act == "write":
             writes.append(path)
             if len(writes) > 1:
                 raise StorageError("no space", kind="disk_full")
-        real(act, path)
 
-    monkeypatch.setattr(storage.disk, "gate", full)
-    with pytest.raises(StorageError, match="no space"):
+    disk.before = refuse_the_second
+    with pytest.raises(StorageError):
         put_tokens(storage, [[7]] * 40)
-    monkeypatch.setattr(storage.disk, "gate", real)
+    disk.relax()
     put_tokens(storage, [[300]] * 40)
     assert len(segments(storage.path)) == 1
     (found,) = storage.read(np.arange(1, 41))
@@ -666,7 +551,6 @@ def test_compressed_rows_are_unpacked_without_pyarrow(tmp_path: Path, monkeypatc
     with storage.lock:
         RoundRobinWriter().write(storage, columns, Steps(4), source=None, info="")
     (found,) = storage.state.columns.shared
-    assert found is not None
     found._load()
     monkeypatch.setattr(found, "_decode", lambda *given: pytest.fail("pyarrow was asked"))
     rng = np.random.default_rng(0)
@@ -687,16 +571,13 @@ def test_a_damaged_compressed_batch_is_not_unpacked(tmp_path: Path, packing: Any
     storage = new(tmp_path / "a.exp", compression=packing)
     put(storage, 300)
     (found,) = storage.state.columns.shared
-    assert found is not None
     chosen = found.segments[0]
     assert len(chosen.headers) > 2
     header, at = chosen.headers[1], chosen.offsets[1]
-    flip(chosen.path, at + header.size - 20)  # what is mapped changes with it
+    flip(chosen.path, at + header.size - 20, 4)  # what is mapped changes with it
     found._load()
     check(storage, np.array([1, header.last + 1]))
-    with pytest.raises(
-        CorruptionError, match=f"rows {header.first} to {header.last} does not have its checksum"
-    ):
+    with pytest.raises(CorruptionError, match=f"rows {header.first} to {header.last} "):
         storage.read(np.array([1, header.first]), [2])
     storage.close()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import expstore
-from expstore.errors import CorruptionError, ExpStoreError, SnapshotError
+from expstore.errors import ExpStoreError
 from expstore.maintenance import verify
 from tests.support.batches import numbered_rows
 
@@ -52,13 +52,3 @@ def test_json_files_of_a_store(store: Path, tmp_path: Path) -> None:
             except ExpStoreError:
                 found += 1
         assert found or name.endswith("LOCK"), name
-
-
-def test_what_the_errors_say(store: Path) -> None:
-    (store / "versions/v0001/version.json").write_text(DEEP)
-    with pytest.raises(SnapshotError, match="no version 'first'"):
-        expstore.open(store / "versions", version="first")
-    (store / "columns/number/zarr.json").write_text(DEEP)
-    with pytest.raises(CorruptionError, match="zarr.json"):
-        expstore.open(store)
-    assert any("zarr.json" in str(finding) for finding in verify(store))

@@ -31,6 +31,7 @@ class CountingLock:
         self._lock.acquire()
         self.depth += self._thread == threading.get_ident()
         if self.depth == 1 and self._thread == threading.get_ident():
+            self._former = sys.gettrace()  # of a measurement of coverage
             sys.settrace(self._trace)
             frame: FrameType | None = sys._getframe(1)
             while frame is not None:
@@ -41,7 +42,7 @@ class CountingLock:
     def __exit__(self, *_: object) -> None:
         self.depth -= self._thread == threading.get_ident()
         if not self.depth and self._thread == threading.get_ident():
-            sys.settrace(None)
+            sys.settrace(self._former)
         self._lock.release()
 
     def _trace(self, frame: FrameType, event: str, arg: object) -> Any:

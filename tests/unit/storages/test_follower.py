@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +14,12 @@ import torch
 
 import expstore
 from expstore.core import tuning
-from expstore.errors import CorruptionError, NotFoundError, NotReadyError, StateError
-from expstore.sql.index import Index
+from expstore.errors import CorruptionError, NotFoundError, StateError
 from expstore.storages import FollowerStorage
 from expstore.storages.columns import column_set, column_set_writer
 from tests.support.batches import numbered_rows
 from tests.support.followed_stores import check_rows, contents, rows
+from tests.support.open_files import open_files
 
 if TYPE_CHECKING:
     from expstore import TensorDictReplayBuffer
@@ -46,86 +46,6 @@ def follow(closed: Path) -> Iterator[TensorDictReplayBuffer]:
 
 # ---------------------------------------------------------------------------------------------------
 # A closed store.
-
-
-def test_a_closed_store_is_read_like_any_buffer(follow: TensorDictReplayBuffer) -> None:
-    assert len(follow) == 50
-    check_rows(follow.sample())
-    check_rows(follow.sample(3))
-    check_rows(next(iter(follow)))
-    assert follow["a"].tolist() == list(range(50, 100))
-    assert follow[49]["a"] == 99
-    assert follow["next", "reward"].shape == (50, 1)
-    assert follow.stats()["write_count"] == 100
-    assert follow.stats()["last_id"] == 100
-    assert follow.recovered is None
-
-
-def test_sql_answers_as_the_writer_does(closed: Path) -> None:
-    queries = [
-        "SELECT count(*), min(_id), max(_id), sum(a), sum(next.reward) FROM transitions",
-        "SELECT episode_id, length, status, live_rows FROM episodes ORDER BY 1",
-        "SELECT * FROM fragments ORDER BY first_id",
-        "SELECT number, name, named FROM sources ORDER BY 1",
-        "SELECT * FROM priorities ORDER BY 1",
-    ]
-    with expstore.open(closed, mode="r") as rb:
-        answers = [rb.sql(query).fetchall() for query in queries]
-    with expstore.open(closed) as rb:
-        assert answers == [rb.sql(query).fetchall() for query in queries]
-    assert answers[0] == [(50, 51, 100, sum(range(50, 100)), sum(range(50, 100)))]
-    assert answers[4][-1] == (100, 7.0)
-
-
-@pytest.mark.parametrize("pauses", [True, False])
-def test_sql_waits_for_a_pause_of_the_writer(
-    store_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: bool
-) -> None:
-    """Rows that change under a query make it run again, for a while."""
-    query, asked = Index.query, []
-    with expstore.open(store_path, capacity=50) as rb, expstore.open(store_path, mode="r") as follower:
-        rb.extend(rows(60))
-
-        def change_under_it(self: Index, *given: Any) -> Any:
-            found = query(self, *given)
-            if self is follower._store.catalog._index:
-                asked.append(found)
-                if len(asked) < 8:
-                    rb[0] = rows(1, 1000 + len(asked))[0]
-            return found
-
-        monkeypatch.setattr(Index, "query", change_under_it)
-        if not pauses:
-            monkeypatch.setattr(tuning, "QUERY_RETRY_SECONDS", 0.0)
-            with pytest.raises(
-                StateError, match=r"while the query read them, 2 times in a row; ask for less"
-            ):
-                follower.sql("SELECT min(a), max(a) FROM transitions")
-        monkeypatch.setattr(tuning, "QUERY_RETRY_SECONDS", 60.0)
-        assert follower.sql("SELECT min(a), max(a) FROM transitions").fetchone() == (10, 1007)
-        assert len(asked) == 8
-
-
-def test_writing_is_refused(follow: TensorDictReplayBuffer) -> None:
-    acts: list[Callable[[], Any]] = [
-        lambda: follow.extend(rows(1)),
-        lambda: follow.add(rows(1)[0]),
-        lambda: follow.update_priority([0], 1.0),
-        lambda: follow.__setitem__(0, rows(1)[0]),
-        follow.empty,
-        follow.flush,
-    ]
-    for act in acts:
-        with pytest.raises(StateError, match="reading only.*mode='a'"):
-            act()
-
-
-def test_a_closed_follower_says_so(follow: TensorDictReplayBuffer) -> None:
-    follow.close()
-    follow.close()
-    for act in (follow.sample, lambda: follow[0], lambda: follow.sql("SELECT 1"), follow.flush):
-        with pytest.raises(StateError, match="closed"):
-            act()
 
 
 @pytest.mark.guarantee("process/readers")
@@ -155,33 +75,11 @@ def test_settings_are_held_against_the_store(closed: Path, tmp_path: Path) -> No
         expstore.open(closed, mode="r", layout="parquet")  # type: ignore[arg-type]
 
 
-def test_a_store_without_rows(store_path: Path) -> None:
-    expstore.open(store_path, capacity=5).close()
-    with expstore.open(store_path, mode="r", batch_size=2) as rb:
-        assert len(rb) == 0
-        with pytest.raises(NotReadyError):
-            rb.sample()
-        assert rb.sql("SELECT count(*) FROM episodes").fetchall() == [(0,)]
-
-
-@pytest.mark.slow
-def test_an_unbounded_store(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "FLAT_SHARD_ROWS", 4096)
-    with expstore.open(store_path) as rb:
-        for start in range(0, 90_000, 10_000):
-            rb.extend(rows(10_000, start))
-    with expstore.open(store_path, mode="r", batch_size=500) as rb:
-        assert len(rb) == 90_000
-        check_rows(rb.sample())
-        assert rb[89_999]["a"] == 89_999
-
-
 # ---------------------------------------------------------------------------------------------------
 # Columns opened for reading.
 
 
-@pytest.mark.parametrize("fills", [False, True])
-@pytest.mark.parametrize("capacity", [None, 40])
+@pytest.mark.parametrize(("capacity", "fills"), [(None, True), (40, False)])
 def test_priorities_are_the_writers(
     store_path: Path, capacity: int | None, fills: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,15 +135,10 @@ def test_a_small_batch_longer_than_the_ring_after_a_kill(tmp_path: Path, mode: A
 
 
 def test_no_descriptor_stays_open(closed: Path) -> None:
-    def descriptors() -> list[str]:
-        names = [Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd")]
-        return [os.readlink(name) for name in names if name.is_symlink()]
-
     storage = FollowerStorage(closed)
-    own = [name for name in descriptors() if str(closed) in name]
-    assert not [name for name in own if "columns" in name or "LOCK" in name]
+    assert not [name for name in open_files(closed) if "columns" in name or "LOCK" in name]
     storage.close()
-    assert not [name for name in descriptors() if str(closed) in name]
+    assert not open_files(closed)
 
 
 def test_shards_are_as_long_as_zarr_json_says(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

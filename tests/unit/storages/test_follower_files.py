@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core import tuning
 from expstore.disk.files import File
 from expstore.disk.mapped_files import AddressRange
+from tests.support.open_files import open_files
 from tests.support.tuned import few_rows_in_memory
 
 pytestmark = pytest.mark.index
@@ -32,14 +34,8 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def open_columns(path: Path) -> list[str]:
-    names = [Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd")]
-    targets = [os.readlink(name) for name in names if name.is_symlink()]
-    return [target for target in targets if target.startswith(f"{path}/columns/")]
+def count_files() -> int:
+    return len(open_files())
 
 
 def check_constant(counts: list[int]) -> None:
@@ -75,24 +71,17 @@ def open_often(path: Path, times: int, *, close: bool) -> None:
             rb.close()
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("close", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_opening_leaves_no_file_open(store_path: Path, kind: str, close: bool) -> None:
+    """Also next to a writer."""
     make(store_path, kind)
-    open_often(store_path, 1, close=close)
-    before = open_files()
-    open_often(store_path, 5, close=close)
-    assert open_files() == before
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_opening_next_to_a_writer_leaves_no_file_open(store_path: Path, kind: str) -> None:
-    with open_new(store_path, kind) as rb:
-        rb.extend(rows(kind, 30))
-        open_often(store_path, 1, close=True)
-        before = open_files()
-        open_often(store_path, 5, close=True)
-        assert open_files() == before
+    with contextlib.nullcontext() if close else expstore.open(store_path):
+        open_often(store_path, 1, close=close)
+        before = count_files()
+        open_often(store_path, 5, close=close)
+        assert count_files() == before
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -106,7 +95,7 @@ def test_a_follower_keeps_no_file_of_the_writers_before(store_path: Path, kind: 
                 assert len(follower) == 50 + 20 * cycle
             follower.sample(3)
             assert follower[49 + 20 * cycle]["number"] == 49 + 20 * cycle
-            counts.append(open_files())
+            counts.append(count_files())
     check_constant(counts)
 
 
@@ -120,7 +109,7 @@ def test_a_follower_keeps_no_file_of_columns_before(store_path: Path, kind: str)
             assert follower[29][f"more{cycle}"] == cycle
             rb.columns.drop(f"more{cycle}")
             assert f"more{cycle}" not in follower[29].keys()  # noqa: SIM118
-            counts.append(open_files())
+            counts.append(count_files())
     check_constant(counts)
 
 
@@ -133,7 +122,7 @@ def load_often(path: Path, version: Path, times: int) -> list[int]:
             rb.loads(version)
             assert len(follower) == 30
             assert follower["number"].tolist() == list(range(30))
-            counts.append(open_files())
+            counts.append(count_files())
     return counts
 
 
@@ -152,11 +141,11 @@ def test_rows_of_a_closed_source_can_still_be_read(store_path: Path, kind: str) 
         with expstore.open(store_path) as rb:
             rb.extend(rows(kind, 20, start=30))
             assert len(follower) == 50
-            before = open_files()
+            before = count_files()
             # As a thread does that began to read before the follower looked again.
             numbers, _ = columns.gather_rows(torch.arange(30).numpy(), [0, 1])
             assert list(numbers) == list(range(30))
-            assert open_files() == before
+            assert count_files() == before
 
 
 def test_a_look_that_fails_leaves_no_file_open(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +158,7 @@ def test_a_look_that_fails_leaves_no_file_open(store_path: Path, monkeypatch: py
         except expstore.errors.StorageError as exc:
             failed.append(exc)  # its traceback holds what the look opened
     assert failed
-    assert open_columns(store_path) == []
+    assert open_files(store_path / "columns") == []
 
 
 @pytest.mark.parametrize("kind", ["packed", "arrow"])
@@ -210,9 +199,9 @@ def test_a_file_may_be_ended_while_it_is_opened(
 def test_a_thousand_openings_leave_no_file_open(store_path: Path, kind: str) -> None:
     make(store_path, kind)
     open_often(store_path, 1, close=True)
-    before = open_files()
+    before = count_files()
     open_often(store_path, 1000, close=True)
-    assert open_files() == before
+    assert count_files() == before
 
 
 @pytest.mark.torture

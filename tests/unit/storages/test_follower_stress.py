@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
 
 from tests.support import store_processes
 
@@ -52,26 +51,3 @@ def test_followers_read_while_a_writer_writes(store_path: Path, seconds: float) 
         assert answer["samples"] >= 40, answer
         assert answer["queries"] >= 2, answer
         assert answer["last"] - answer["first"] > 2 * store_processes.CAPACITY, answer
-
-
-def faulty(**changes: Any) -> TensorDict:
-    batch = store_processes.rows(100, 5)
-    for name, place in changes.items():
-        batch[name][place] += 1
-    return batch
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({}, ""),
-        ({"number": 2}, "hold"),
-        ({"frame": (3, 299)}, "torn frame"),
-        ({"again": 4}, "half a change"),
-        ({"version": 0}, "half a change"),
-    ],
-)
-def test_the_check_detects_wrong_rows(changes: dict[str, Any], words: str) -> None:
-    said = store_processes.faults(faulty(**changes), torch.arange(100, 105))
-    assert words in said
-    assert bool(said) == bool(words)

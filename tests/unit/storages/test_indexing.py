@@ -45,3 +45,17 @@ def test_a_batch_longer_than_the_capacity_warns_once(
         assert rb[:]["x"].sort().values.tolist() == list(range(2, 12))
     (text,) = _long_batches(caplog)
     assert "a batch of 12 rows was written to a store with capacity=10: its first 2 rows are lost" in text
+
+
+@pytest.mark.parametrize("kind", ["memory", "zarr"])
+def test_better_rows_are_changes_of_the_rows_that_they_replace(tmp_path: Path, kind: str) -> None:
+    """What is computed from rows, such as weights of samplers, is computed again for them."""
+    storage = expstore.MemoryStorage(10) if kind == "memory" else expstore.ZarrStorage(tmp_path / "a.exp", 10)
+    writer = expstore.TensorDictMaxValueWriter(rank_key="x")
+    with expstore.TensorDictReplayBuffer(storage=storage, writer=writer) as rb:
+        rb.extend(TensorDict({"x": torch.arange(10)}, [10]))
+        before = storage.changes.number
+        rb.extend(TensorDict({"x": torch.tensor([100, -5])}, [2]))
+        changed = storage.changes.since(before)
+        assert changed is not None
+        assert changed.tolist() == [0]

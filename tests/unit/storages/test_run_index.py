@@ -69,7 +69,6 @@ def test_changed_since_reports_changes() -> None:
     rb.extend(trajectory_rows(1, 1, 3))
     runs.look()
     changed = runs.find_changed(seen)
-    assert changed is not None
     assert changed.tolist() == [1, 0]
     moves = runs.moves
     runs.look()

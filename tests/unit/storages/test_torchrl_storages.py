@@ -16,26 +16,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, tensorclass
-from torch.utils._pytree import tree_map
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict
 
 import expstore
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.buffers.tensordict import TensorDictReplayBuffer
-from expstore.disk.files import Disk
 from expstore.errors import ArgumentError, LockedError, SchemaError, SnapshotError, StateError
 from expstore.storages import (
     LazyMemmapStorage,
     LazyStackStorage,
     LazyTensorStorage,
     ListStorage,
-    MemoryStorage,
     Storage,
     TensorStorage,
-    ZarrStorage,
 )
 from tests.support import warm_processes
 from tests.support.batches import numbered_rows
+from tests.support.forks import in_child
 from tests.support.paths import ROOT
 from tests.support.stores import extend_all, read_files
 
@@ -58,18 +55,21 @@ def filled(storage: Storage, rows: int = 5) -> ReplayBuffer:
 # Arguments.
 
 
-@pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage, ListStorage, LazyStackStorage])
-@pytest.mark.parametrize("size", [7, np.int64(7)])
-def test_sizes(kind: Callable[..., Storage], size: Any) -> None:
-    storage = kind(size)
-    assert (storage.max_size, storage.capacity, len(storage), storage.ndim) == (7, 7, 0, 1)
-    assert type(storage.max_size) is int
+EVERY_KIND = [LazyTensorStorage, LazyMemmapStorage, ListStorage, LazyStackStorage]
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_sizes(kind: Callable[..., Storage]) -> None:
+    for size in (7, np.int64(7)):
+        storage = kind(size)
+        assert (storage.max_size, storage.capacity, len(storage), storage.ndim) == (7, 7, 0, 1)
+        assert type(storage.max_size) is int
+        storage.close()
     for wrong in (0, -3):
         with pytest.raises(ValueError, match="capacity must be at least 1"):
             kind(wrong)
     with pytest.raises(TypeError):
         kind(2.5)
-    storage.close()
 
 
 @pytest.mark.parametrize("kind", [ListStorage, LazyStackStorage])
@@ -83,25 +83,22 @@ def test_lists_without_bound(kind: Callable[..., Storage]) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("kind", "option", "plain"),
-    [
-        (LazyTensorStorage, "compilable", False),
-        (LazyTensorStorage, "consolidated", False),
-        (LazyTensorStorage, "shared_init", False),
-        (LazyTensorStorage, "cleanup_memmap", True),
-        (LazyMemmapStorage, "compilable", False),
-        (LazyMemmapStorage, "shared_init", False),
-        (ListStorage, "compilable", False),
-        (LazyStackStorage, "compilable", False),
-    ],
-)
-def test_meaningless_options_are_refused_with_a_reason(
-    kind: Callable[..., Storage], option: str, plain: bool, own_temporary_files: Path
-) -> None:
-    kind(10, **{option: plain}).close()
-    with pytest.raises(ValueError, match=f"{kind.__name__} does not support {option}=.{{20}}"):
-        kind(10, **{option: not plain})
+#: Options that mean nothing here, and the value that is TorchRL's default.
+MEANINGLESS: list[tuple[Callable[..., Storage], dict[str, bool]]] = [
+    (LazyTensorStorage, dict.fromkeys(("compilable", "consolidated", "shared_init"), False)),
+    (LazyTensorStorage, {"cleanup_memmap": True}),
+    (LazyMemmapStorage, {"compilable": False, "shared_init": False}),
+    (ListStorage, {"compilable": False}),
+    (LazyStackStorage, {"compilable": False}),
+]
+
+
+def test_meaningless_options_are_refused_with_a_reason(own_temporary_files: Path) -> None:
+    for kind, options in MEANINGLESS:
+        for option, plain in options.items():
+            kind(10, **{option: plain}).close()
+            with pytest.raises(ValueError, match=f"does not support {option}=.{{20}}"):
+                kind(10, **{option: not plain})
     assert list(own_temporary_files.iterdir()) == []
 
 
@@ -115,16 +112,7 @@ def test_devices() -> None:
         LazyMemmapStorage(3, device="cuda")
 
 
-@pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage])
-def test_dims(kind: Callable[..., Storage]) -> None:
-    storage = kind(100, ndim=2)
-    assert (storage.ndim, storage.max_size) == (2, 100)
-    storage.close()
-    with pytest.raises(ValueError, match="ndim must be at least 1"):
-        kind(100, ndim=0)
-
-
-@pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage, ListStorage, LazyStackStorage])
+@pytest.mark.parametrize("kind", EVERY_KIND)
 def test_torch_decides_what_is_drawn(kind: Callable[..., Storage]) -> None:
     def seeds() -> list[int]:
         made = [kind(3) for _ in range(2)]
@@ -144,21 +132,6 @@ def test_torch_decides_what_is_drawn(kind: Callable[..., Storage]) -> None:
     assert storage.seed == 11
     assert torch.equal(torch.get_rng_state(), before)
     storage.close()
-
-
-@pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage])
-def test_rows_of_tensors(kind: Callable[..., Storage]) -> None:
-    rb = filled(kind(4), rows=6)
-    assert rb[:]["a"].tolist() == [4, 5, 2, 3]
-    assert set(rb.sample(100)["a"].tolist()) == {2, 3, 4, 5}
-    rb.close()
-
-
-def test_storage_classes_have_torchrls_bases() -> None:
-    assert issubclass(LazyStackStorage, ListStorage)
-    assert issubclass(LazyTensorStorage, TensorStorage)
-    assert issubclass(TensorStorage, MemoryStorage)
-    assert issubclass(LazyMemmapStorage, ZarrStorage)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -340,7 +313,6 @@ def test_a_folder_goes_when_the_program_ends(tmp_path: Path, given: bool) -> Non
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_remove_a_temporary_folder(number: int) -> None:
     with start("while True:\n    signal.pause()") as program:
-        assert program.stdout is not None
         folder = Path(program.stdout.readline().strip())
         assert (folder / "expstore.json").exists()
         program.send_signal(number)
@@ -374,56 +346,6 @@ print(os.path.exists(storage.scratch_dir), flush=True)
 
 # ---------------------------------------------------------------------------------------------------
 # Rows of every kind.
-
-
-@tensorclass
-class Pair:
-    """Two tensors."""
-
-    x: torch.Tensor
-    y: torch.Tensor
-
-
-KINDS_OF_ROWS: dict[str, Callable[[], Any]] = {
-    "tensor": lambda: torch.arange(15).reshape(5, 3),
-    "TensorDict": lambda: TensorDict({"a": torch.arange(5), "b": {"c": torch.ones(5, 2)}}, [5]),
-    "tensorclass": lambda: Pair(x=torch.arange(5), y=torch.ones(5, 2), batch_size=[5]),
-    "tree": lambda: {"a": torch.arange(5), 30: (torch.ones(5, 2), [torch.zeros(5)])},
-}
-
-
-def same(one: Any, two: Any) -> bool:
-    """Say whether two things are of one kind, with equal tensors."""
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, two)
-    if isinstance(one, dict):
-        return list(one) == list(two) and all(same(one[key], two[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return type(one) is type(two) and all(map(same, one, two))
-    return type(one) is type(two) and bool((one == two).all())
-
-
-@pytest.mark.parametrize("kind", KINDS_OF_ROWS)
-def test_rows_that_are_there_already(kind: str) -> None:
-    rows = KINDS_OF_ROWS[kind]()
-    storage = TensorStorage(rows)
-    assert (len(storage), storage.max_size, storage.shape) == (5, 5, (5,))
-    assert same(storage.get(range(5)), KINDS_OF_ROWS[kind]())
-    storage.set(range(5), tree_map(torch.zeros_like, rows))
-    assert same(storage.get(range(5)), tree_map(torch.zeros_like, rows))
-    assert same(rows, KINDS_OF_ROWS[kind]())  # they were copied
-    rb = ReplayBuffer(storage=storage, batch_size=2)
-    assert rb.extend(tree_map(lambda leaf: leaf[:2], rows)).tolist() == [0, 1]
-    assert len(rb) == 5
-    assert isinstance(TensorStorage(rows, max_size=5), MemoryStorage)
-    assert TensorStorage(rows, 5, seed=3).seed == 3
-
-
-def test_rows_that_are_there_in_several_dims() -> None:
-    storage = TensorStorage(TensorDict({"a": torch.arange(12).reshape(4, 3)}, [4, 3]), ndim=2)
-    assert (storage.ndim, storage.geometry.dims, storage.shape, len(storage)) == (2, (3,), (4, 3), 12)
-    assert storage.get((2, 1))["a"] == 7
-    assert storage.get(slice(1, 3))["a"].tolist() == [[3, 4, 5], [6, 7, 8]]
 
 
 def test_preallocated_rows_without_fields() -> None:
@@ -471,74 +393,6 @@ def test_states_of_rows_with_gradients_are_detached() -> None:
     assert rb[0].requires_grad
 
 
-def test_rows_that_are_not_there() -> None:
-    with pytest.raises(ValueError, match="Expected storage to be non-null"):
-        TensorStorage(None)
-    with pytest.raises(ValueError, match="Expected storage to be non-null"):
-        TensorStorage(None, max_size=4)
-    with pytest.raises(ValueError, match="The max-size and the storage shape mismatch: got max_size=4"):
-        TensorStorage(torch.zeros(3), max_size=4)
-    with pytest.raises(ValueError, match="TensorStorage does not support compilable=True"):
-        TensorStorage(torch.zeros(3), compilable=True)
-    with pytest.raises(SchemaError):
-        TensorStorage(torch.tensor(3.0))
-    with pytest.raises(SchemaError, match="field 'b' has 4 rows"):
-        TensorStorage({"a": torch.zeros(3), "b": torch.zeros(4)})
-
-
-@pytest.mark.parametrize("kind", KINDS_OF_ROWS)
-@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage])
-def test_states_and_versions_keep_the_kind_of_rows(storage: Any, kind: str, tmp_path: Path) -> None:
-    first, second, third = (storage(8) for _ in range(3))
-    rb = ReplayBuffer(storage=first)
-    rb.extend(KINDS_OF_ROWS[kind]())
-    second.load_state_dict(first.state_dict())
-    assert same(second.get(range(5)), KINDS_OF_ROWS[kind]())
-    rb.dumps(tmp_path / "versions")
-    ReplayBuffer(storage=third).loads(tmp_path / "versions")
-    assert same(third.get(range(5)), KINDS_OF_ROWS[kind]())
-    ReplayBuffer(storage=second).extend(KINDS_OF_ROWS[kind]())
-    assert len(second) == 8
-    for each in (first, second, third):
-        each.close()
-
-
-def test_any_object_in_a_list() -> None:
-    things: list[Any] = ["text", {"deep": [1]}, None, torch.arange(3), TensorDict({"a": torch.ones(2)}, [2])]
-    rb = ReplayBuffer(storage=ListStorage(4), collate_fn=list, batch_size=3)
-    assert rb.extend(things).tolist() == [0, 1, 2, 3, 0]
-    assert rb[1] is things[1]
-    assert rb[2] is None
-    assert torch.equal(rb[3], torch.arange(3))
-    assert rb[0]["a"].tolist() == [1, 1]
-    rb[1] = "other"
-    assert rb[1] == "other"
-    assert len(rb.sample()) == 3
-    assert rb.sql("SELECT _data FROM transitions WHERE _index = 1").fetchall() == [("other",)]
-    assert (rb.add("more"), len(rb)) == (1, 4)
-    with pytest.raises(SnapshotError, match="has objects"):
-        rb.dumps("anywhere")
-    state, again = rb.storage.state_dict(), ListStorage(4)
-    again.load_state_dict(state)
-    assert again.get(1) == "more"
-    rb.empty()
-    assert len(rb) == 0
-    assert rb.add("first") == 0
-
-
-def test_rows_of_different_shapes() -> None:
-    storage = LazyStackStorage(10, stack_dim=-1)
-    rb = ReplayBuffer(storage=storage, batch_size=4)
-    for length in (3, 5, 2):
-        rb.add(TensorDict({"tokens": torch.arange(length), "text": "x" * length}))
-    sample = rb.sample()
-    assert isinstance(sample, LazyStackedTensorDict)
-    assert sample.batch_size == torch.Size([4])
-    assert {len(row["tokens"]) for row in sample.unbind(0)} <= {3, 5, 2}
-    assert storage.get(1)["tokens"].tolist() == [0, 1, 2, 3, 4]
-    assert storage.get([0, 2]).get("tokens", as_list=True)[1].tolist() == [0, 1]
-
-
 def test_rows_are_returned_on_the_storages_device() -> None:
     storage = LazyTensorStorage(10, device="meta")
     rb = filled(storage)
@@ -554,21 +408,6 @@ def test_rows_are_returned_on_the_storages_device() -> None:
 
 # ---------------------------------------------------------------------------------------------------
 # Versions.
-
-
-@pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage, MemoryStorage])
-def test_versions_of_a_storage_alone(kind: Callable[..., Any], tmp_path: Path) -> None:
-    first, second = kind(6), kind(6)
-    filled(first, rows=8)
-    assert first.dumps(tmp_path / "versions").number == 1
-    filled(first, rows=1)
-    assert [first.dump(tmp_path / "versions").number, first.save(tmp_path / "versions").number] == [2, 3]
-    second.loads(tmp_path / "versions", 1)
-    assert ReplayBuffer(storage=second)[:]["a"].tolist() == [6, 7, 2, 3, 4, 5]
-    second.load(tmp_path / "versions")
-    assert ReplayBuffer(storage=second)[:]["a"].tolist() == [6, 7, 0, 3, 4, 5]
-    for storage in (first, second):
-        storage.close()
 
 
 def test_hooks_see_the_rows_of_a_version(tmp_path: Path) -> None:
@@ -596,23 +435,6 @@ def test_hooks_see_the_rows_of_a_version(tmp_path: Path) -> None:
 # Where TorchRL is wrong: named for the fault.
 
 
-@pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage])
-def test_torchrls_fault_missing_key(kind: Callable[..., Storage]) -> None:
-    """TorchRL takes a batch that lacks a key, and hands out for it what lay in memory."""
-    rb = ReplayBuffer(storage=kind(10), batch_size=4)
-    rb.extend(TensorDict({"a": torch.arange(3), "b": torch.ones(3)}, [3]))
-    with pytest.raises(SchemaError, match="the batch lacks 'b'"):
-        rb.extend(TensorDict({"a": torch.arange(3)}, [3]))
-    if kind is LazyMemmapStorage:  # storages in RAM add the field, as in TorchRL
-        with pytest.raises(SchemaError, match=r"has unknown 'c'.*columns.add\(name"):
-            rb.add(TensorDict({"a": torch.tensor(1), "b": torch.tensor(1.0), "c": torch.tensor(1)}))
-    with pytest.raises(SchemaError, match="the batch lacks 'b'"):
-        rb[0:2] = TensorDict({"a": torch.arange(2)}, [2])
-    assert len(rb) == 3
-    assert set(rb.sample(20)["b"].tolist()) == {1.0}
-    rb.close()
-
-
 @pytest.mark.guarantee("exchange/safe")
 def test_torchrls_fault_pickle_in_loads(tmp_path: Path) -> None:
     """TorchRL unpickles a file of the folder before it looks at anything: whoever put it there runs code."""
@@ -637,55 +459,17 @@ def test_torchrls_fault_pickle_in_loads(tmp_path: Path) -> None:
     assert not (tmp_path / "was-here").exists()
 
 
-@pytest.mark.slow
-def test_torchrls_fault_dumps_killed_half_way(tmp_path: Path) -> None:
-    """TorchRL writes a new dump over the old one: killed in between, it loads rows of both, mixed."""
-
-    class Deadly(Disk):
-        left = 0
-
-        def gate(self, act: str, path: Path) -> None:
-            self.left -= 1
-            if not self.left:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    def columns(number: int) -> TensorDict:
-        return TensorDict({name: torch.full((20,), number) for name in "abcd"}, [20])
-
-    storage = LazyTensorStorage(20)
-    rb = ReplayBuffer(storage=storage)
-    rb.extend(columns(0))
-    rb.dumps(tmp_path / "versions")
-    finished, number = False, 0
-    while not finished:
-        number += 1
-        rb.extend(columns(number))
-        child = os.fork()
-        if not child:
-            storage.disk = Deadly()
-            storage.disk.left = 1 + 7 * number
-            storage.dumps(tmp_path / "versions")
-            os._exit(0)
-        finished = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        other = ReplayBuffer(storage=LazyTensorStorage(20))
-        other.loads(tmp_path / "versions")
-        found = {int(value) for name in "abcd" for value in other[:][name]}
-        assert len(found) == 1
-        assert found <= {0, number} or not finished
-    assert number > 5
-    assert found == {number}
-
-
 def test_a_forked_child_draws_from_a_temporary_folder() -> None:
     rb = filled(LazyMemmapStorage(10))
     rb.flush()
     folder = Path(rb.storage.scratch_dir)
-    child = os.fork()
-    if not child:
-        good = set(rb.sample(50)["a"].tolist()) <= set(range(5)) and len(rb) == 5
+
+    def child() -> None:
+        assert len(rb) == 5
+        assert set(rb.sample(50)["a"].tolist()) <= set(range(5))
         rb.close()
-        os._exit(0 if good else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    in_child(child)
     assert folder.exists()
     assert rb.extend(TensorDict({"a": torch.arange(5, 8)}, [3])).tolist() == [5, 6, 7]
     rb.close()

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from expstore.errors import SchemaError, SnapshotError
+from expstore.errors import SchemaError
 from expstore.schema.field_roles import find_keys
 from expstore.storages.base import Storage
 from expstore.storages.factory import ArrowStorage, ZarrStorage
@@ -21,7 +21,7 @@ from tests.support.batches import closing_factory
 from tests.support.case_selection import in_full, share
 from tests.support.stores import prepare, window_ids
 from tests.support.tuned import set_spare_slots
-from tests.support.variable_fields import SCHEMA, check, columns_of, put
+from tests.support.variable_fields import SCHEMA, check, put
 
 
 @pytest.fixture(params=["memory", "arrow", "lz4", "zstd"])
@@ -62,19 +62,6 @@ def test_rows_come_back_as_they_were(
 test_rows_come_back_as_they_were_in_full = pytest.mark.torture(in_full(test_rows_come_back_as_they_were))
 
 
-def test_columns_are_viewed_run_by_run(make: Callable[..., Storage], monkeypatch: Any) -> None:
-    set_spare_slots(monkeypatch, 3)
-    storage = make(10)
-    for count in (7, 5, 2, 3):
-        put(storage, count)
-    ids = window_ids(storage)
-    places = range(len(SCHEMA.fields))
-    views = storage.views(places, int(ids[0]), ids.size)
-    for place, expected in enumerate(columns_of(ids)):
-        rows = [value for part in views[place] for value in part.tolist()]
-        assert rows == expected.tolist()
-
-
 def test_rows_in_ram_go_into_a_state_and_back() -> None:
     storage = prepare(MemoryStorage(10), SCHEMA)
     put(storage, 4)
@@ -95,27 +82,9 @@ def test_rows_in_ram_go_into_a_state_and_back() -> None:
         MemoryStorage(10).load_state_dict(state)
 
 
-def test_a_storage_in_ram_forgets_rows_and_can_be_changed(make: Callable[..., Storage]) -> None:
-    storage = prepare(MemoryStorage(), SCHEMA)
-    ids = put(storage, 6)
-    storage.change(ids[[1, 4]], range(len(SCHEMA.fields)), columns_of(ids[[1, 4]], 7))
-    check(storage, ids[[1, 4]], 7)
-    check(storage, ids[[0, 2, 3, 5]])
-    storage.clear()
-    check(storage, put(storage, 3))
-
-
 def test_other_storages_refuse_such_fields_and_say_which_keeps_them(tmp_path: Path) -> None:
     storage = ZarrStorage(tmp_path / "a.exp", 10)
     with pytest.raises(SchemaError, match=r"'text' is string.*layout=\"arrow\""):
         storage.prepare(SCHEMA, find_keys(SCHEMA))
     assert storage.schema is None
     storage.close()
-
-
-def test_rows_in_ram_have_no_versions(tmp_path: Path) -> None:
-    storage = prepare(MemoryStorage(10), SCHEMA)
-    put(storage, 4)
-    with pytest.raises(SnapshotError, match="'text'"):
-        storage.dumps(tmp_path / "versions")
-    assert not (tmp_path / "versions").exists()

@@ -49,28 +49,6 @@ def test_a_slow_copy_lets_the_next_batch_be_checked() -> None:
 
 
 @linux
-def test_a_copy_of_many_bytes_may_take_longer() -> None:
-    cold, _ = prepared()
-    cold.note_slow_copy(0.05, 50_000_000)
-    assert not cold.active
-    cold.note_slow_copy(0.2, 50_000_000)
-    assert cold.active
-
-
-@linux
-def test_batches_are_checked_until_many_were_in_memory() -> None:
-    cold, loop = prepared(missing=3)
-    cold.note_slow_copy(1.0, 0)
-    cold.load(np.arange(10), [np.zeros(100)])
-    loop.missing = 0
-    batches = 0
-    while cold.active:
-        cold.load(np.arange(10), [np.zeros(100)])
-        batches += 1
-    assert batches == cold_rows._WARM_BATCHES
-
-
-@linux
 def test_slow_copies_of_rows_in_memory_are_checked_less_and_less() -> None:
     cold, loop = prepared()
     for _ in range(200):
@@ -92,20 +70,6 @@ def test_a_batch_that_might_not_fit_into_memory_is_copied_as_it_is() -> None:
     wide = np.lib.stride_tricks.as_strided(np.zeros(1), (1000, 1), (1 << 20, 8))
     cold.load(np.arange(257), [wide])
     assert loop.calls == []
-
-
-@linux
-def test_the_loop_is_imported_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    loads: list[object] = []
-    monkeypatch.setattr(cold_rows, "load_in_background", loads.append)
-    cold = ColdRows()
-    for _ in range(3):
-        cold.note_slow_copy(1.0, 0)
-    assert loads == [cold._load]
-    assert not cold.active
-    cold._load()
-    cold.note_slow_copy(1.0, 0)
-    assert cold.active
 
 
 def test_other_systems_load_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.columns.payload import payload_parts
 from expstore.storages.format.chunk_encoding import Packing
 
-pytestmark = pytest.mark.usefixtures("no_syncs")
+pytestmark = [pytest.mark.usefixtures("no_syncs"), pytest.mark.some(4)]
 
 PACKING = Packing("lz4hc", 4, 8)
 LIST = pa.list_(pa.int32())

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support import warm_processes
+
 PROGRAM = """
 import sys
 import numpy as np
@@ -33,5 +35,7 @@ assert "zarr" not in sys.modules
 
 
 def test_many_fields_need_neither_zarr_python_nor_code_nor_a_sync_each(tmp_path: Path) -> None:
-    run = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    with warm_processes.Popen(command, stderr=subprocess.PIPE, text=True) as program:
+        _, err = program.communicate(timeout=110)
+    assert program.returncode == 0, err

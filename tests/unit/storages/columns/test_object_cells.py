@@ -13,7 +13,7 @@ import pytest
 
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.episodes.segmentation import Steps
-from expstore.errors import QueryError, SchemaError, SnapshotError
+from expstore.errors import SchemaError, SnapshotError
 from expstore.samplers.random import RandomSampler
 from expstore.schema.field_roles import find_keys
 from expstore.schema.schema import Field, Schema
@@ -132,24 +132,6 @@ def test_filters_speak_of_text() -> None:
     put(storage, ["yes", "no", 5, "yes"])
     rb = ReplayBuffer(storage=storage, sampler=RandomSampler(where="_data = 'yes' AND n > 0"), batch_size=4)
     assert rb.sampler.sample(storage, 4, np.random.default_rng(0)).ids.tolist() == [4] * 4
-
-
-def test_a_store_of_nothing_but_objects_without_rows() -> None:
-    rb = ReplayBuffer(storage=make(4, Schema([Field(("_data",), "object", ())])))
-    assert rb.sql("SELECT _data FROM transitions").fetchall() == []
-    with pytest.raises(QueryError):
-        rb.sql("SELECT _date FROM transitions")
-
-
-def test_objects_and_numbers_are_not_mixed() -> None:
-    numbers = np.arange(2)
-    with pytest.raises(SchemaError, match=r"'_data'.*object.*got int64"):
-        SCHEMA.arrange([("_data",), ("n",)], ["int64", "int64"], [numbers, numbers])
-    with pytest.raises(SchemaError, match=r"'n'.*got object"):
-        SCHEMA.arrange([("_data",), ("n",)], ["object", "object"], [column([1, 2])] * 2)
-    with pytest.raises(SchemaError, match=r"'a'.*\[3\].*one object"):
-        Schema([Field(("a",), "object", (3,))])
-    assert SCHEMA.objects == (("_data",),)
 
 
 def test_objects_say_nothing_of_episodes() -> None:

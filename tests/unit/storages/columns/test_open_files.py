@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import expstore
 from expstore.disk.files import Disk, ReopenedFile
 from expstore.errors import StorageError
 from expstore.maintenance.verify import verify
+from tests.support.open_files import open_files
 
 FIELDS = 20
 
@@ -24,10 +24,6 @@ def most(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int
     return int(request.param)
 
 
-def _descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 @pytest.mark.parametrize("capacity", [None, 5000])
 def test_a_store_of_many_columns_reads_and_writes_with_few_files_open(
     most: int, capacity: int | None, store_path: Path
@@ -37,9 +33,11 @@ def test_a_store_of_many_columns_reads_and_writes_with_few_files_open(
 
     expected = np.arange(6003)
     with expstore.open(store_path, capacity=capacity, batch_size=4) as rb:
-        before = _descriptors()
+        before = len(open_files())
         rb.extend(rows(6000))
-        assert _descriptors() <= before + most + 3  # and the files that the store opens with its first rows
+        assert (
+            len(open_files()) <= before + most + 3
+        )  # and the files that the store opens with its first rows
         for n in range(3):
             rb.add({name: values[0] for name, values in rows(1, 6000 + n).items()})
         rb.update_priority(np.arange(0, 4000, 2), np.ones(2000))

@@ -53,54 +53,8 @@ def test_does_not_ask_where_it_would_not_help(slots: np.ndarray) -> None:
     assert asked.calls == []
 
 
-def test_asks_for_nothing_where_no_column_is_narrow() -> None:
-    prefetcher, asked = loaded()
-    prefetcher.ask(np.arange(32), range(1), lambda places: [])
-    assert asked.calls == []
-
-
-def test_columns_are_looked_up_again_periodically() -> None:
-    columns = [np.zeros(100)]
-    prefetcher, asked = loaded()
-    prefetcher.ask(np.arange(32), range(1), lambda places: columns)
-    moved = columns[0] = np.zeros(200)
-    for _ in range(prefetching._BATCHES):
-        prefetcher.ask(np.arange(32), range(1), lambda places: columns)
-    assert asked.calls[-1][0] == [moved.ctypes.data]
-
-
-def test_columns_are_looked_for_once_where_fields_alternate() -> None:
-    """As when a transform reads some fields of every batch, too."""
-    columns, looks = [np.zeros(100), np.zeros(100)], []
-
-    def views(places: Sequence[int]) -> list[np.ndarray]:
-        looks.append(tuple(places))
-        return [columns[place] for place in places]
-
-    prefetcher, asked = loaded()
-    for _ in range(10):
-        prefetcher.ask(np.arange(32), range(2), views)
-        prefetcher.ask(np.arange(32), [1], views)
-    assert looks == [(0, 1), (1,)]
-    assert len(asked.calls) == 20
-
-
 def test_passes_over_addresses_without_memory() -> None:
     prefetch_rows(np.array([0, 1 << 46]), np.array([200, 7]), np.arange(100))
-
-
-def test_the_loop_is_loaded_after_some_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    loads: list[object] = []
-    monkeypatch.setattr(prefetching, "load_in_background", loads.append)
-    column = np.zeros((100, 3), np.float32)
-    prefetcher = RowPrefetcher()
-    for _ in range(prefetching._BATCHES - 1):
-        prefetcher.ask(np.arange(32), range(1), lambda places: [column])
-    assert not loads
-    prefetcher.ask(np.arange(32), range(1), lambda places: [column])
-    assert len(loads) == 1
-    loads[0]()
-    assert prefetcher._loop is prefetch_rows
 
 
 def test_samples_are_the_same_with_and_without(tmp_path: Path) -> None:

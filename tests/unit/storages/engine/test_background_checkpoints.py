@@ -77,7 +77,6 @@ def test_what_is_written_after_a_checkpoint_began_is_followed_by_another(store: 
     assert step(keeper, store, 0) == []
     job = keeper.choose(1.0)
     keeper.note()
-    assert job is not None
     job.run()
     assert step(keeper, store, 1.0) == []
     assert [step(keeper, store, at) for at in (1.05, 1.1, 1.15, 2.0)] == [[], ["beat", "write"], [], ["sync"]]
@@ -98,7 +97,6 @@ def test_after_stop_nothing_is_done(store: Store) -> None:
     keeper = start(store)
     job = keeper.choose(BEAT_SECONDS)
     keeper.stop()
-    assert job is not None
     assert job.done
     keeper.note()
     assert step(keeper, store, 5) == step(keeper, store, 9) == []

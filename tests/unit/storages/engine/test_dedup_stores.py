@@ -55,54 +55,6 @@ def shared(path: Path) -> int:
     return sum(file.stat().st_size for file in (path / "columns/frame").glob("c.*"))
 
 
-@pytest.mark.some(1)
-@pytest.mark.parametrize("capacity", [None, CAPACITY])
-def test_both_read_as_they_were_given(tmp_path: Path, capacity: int | None) -> None:
-    path, first = tmp_path / "a.exp", 0
-    for life in range(4):
-        with buffer(path, capacity) as rb:
-            for count in (3, 10, 1, 22, 7):
-                rb.extend(batch(first, count))
-                first += count
-                wanted = list(range(0 if capacity is None else max(0, first - capacity), first))
-                assert numbers_in(rb) == wanted
-                if life % 2:
-                    with expstore.open(path, mode="r") as follower:
-                        assert numbers_in(follower) == wanted
-        with expstore.open(path, mode="r") as follower:
-            assert numbers_in(follower) == wanted
-    assert verify(path) == []
-    assert rb.storage.geometry.slots == (None if capacity is None else 60 + 20 + 16)
-
-
-def test_rows_after_an_empty_store_lie_with_rows_before(tmp_path: Path) -> None:
-    path = tmp_path / "a.exp"
-    with buffer(path) as rb:
-        rb.extend(batch(0, 45))
-        rb.empty()
-        rb.extend(batch(45, 33))
-        assert numbers_in(rb) == list(range(45, 78))
-        made = rb.dumps(tmp_path / "backup")
-    assert verify(path) == []
-    for store in (path, made.path):
-        with expstore.open(store, mode="r") as rb:
-            assert numbers_in(rb) == list(range(45, 78))
-    with buffer(path) as rb:
-        assert numbers_in(rb) == list(range(45, 78))
-
-
-def test_a_batch_longer_than_the_spare(tmp_path: Path) -> None:
-    """It gives up rows before it overwrites what others lie with."""
-    with buffer(tmp_path / "a.exp") as rb:
-        first = 0
-        for count in (30, 21, 35, 61, 50, 200, 79, 25):
-            rb.extend(batch(first, count))
-            first += count
-            found = numbers_in(rb)
-            assert found == list(range(first - len(found), first))
-            assert len(found) >= min(first, 50)
-
-
 @pytest.mark.guarantee("rows/bits")
 @pytest.mark.slow
 @pytest.mark.some(1)

@@ -25,6 +25,7 @@ from expstore.storages.engine import store
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.factory import ArrowStorage, ZarrStorage
 from tests.crash.killing_disks import KillingDisk
+from tests.support.gated_disk import GatedDisk, refuse
 from tests.support.stores import NoKeeper, read_files
 from tests.support.tuned import set_spare_slots
 
@@ -206,18 +207,11 @@ def test_holes_and_permissions_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_the_file_and_says_what_was_copied(tmp_path: Path) -> None:
-    class FullDisk(Disk):
-        def gate(self, act: str, path: Path) -> None:
-            if act == "write":
-                raise OSError(28, os.strerror(28))
-
     path = tmp_path / "file"
     path.write_bytes(b"data")
     os.link(path, tmp_path / "other")
-    with pytest.raises(
-        StorageError, match=r"cannot copy .*file, which has hard links, before writing to it"
-    ) as caught:
-        FullDisk().open(path)
+    with pytest.raises(StorageError, match="cannot copy .*file, which has hard links") as caught:
+        GatedDisk(refuse("write", error=OSError(28, os.strerror(28)))).open(path)
     assert caught.value.kind == "disk_full"
     assert sorted(os.listdir(tmp_path)) == ["file", "other"]
     assert path.samefile(tmp_path / "other")

@@ -101,9 +101,7 @@ def test_a_store_that_takes_the_place_of_another_is_not_written_to(
 
 def test_rows_too_large_for_the_capacity_are_refused_and_change_nothing(store_path: Path) -> None:
     with expstore.open(store_path, capacity=2**40) as rb:
-        with pytest.raises(
-            SchemaError, match="1099511627776 rows of this batch's fields take .* smaller cap"
-        ):
+        with pytest.raises(SchemaError, match="1099511627776 rows .* smaller cap"):
             rb.extend({"x": np.zeros((2, 100))})
         assert rb.storage.schema is None
         assert not (store_path / "columns").exists()

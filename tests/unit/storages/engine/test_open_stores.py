@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,9 @@ import expstore
 from expstore.disk import files
 from expstore.maintenance.verify import verify
 from expstore.storages.engine import background_checkpoints
+from tests.support.forks import in_child
+from tests.support.open_files import open_files
+from tests.support.waits import wait_until
 
 LAYOUTS = ["flat", "packed", "arrow"]
 
@@ -24,28 +26,6 @@ LAYOUTS = ["flat", "packed", "arrow"]
 def rows(fields: int, start: int = 0, count: int = 16) -> dict[str, np.ndarray]:
     values = np.arange(start, start + count, dtype=np.float32)[:, None] + np.zeros(4, np.float32)
     return {f"f{number:02d}": values + number for number in range(fields)}
-
-
-def open_store(path: Path, **options: Any) -> Any:
-    return expstore.open(path, **options)
-
-
-def descriptors(path: Path) -> list[str]:
-    """Return the files below a folder that this process has open."""
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            found.append(os.readlink(f"/proc/self/fd/{name}"))
-        except FileNotFoundError:  # the descriptor that lists the others
-            continue
-    return [name for name in found if name.startswith(str(path))]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def work_threads() -> list[str]:
@@ -60,7 +40,7 @@ def idle_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_thirty_stores_share_a_few_threads(tmp_path: Path) -> None:
     with ExitStack() as stores:
         opened = [
-            stores.enter_context(open_store(tmp_path / str(number), layout=LAYOUTS[number % 3]))
+            stores.enter_context(expstore.open(tmp_path / str(number), layout=LAYOUTS[number % 3]))
             for number in range(30)
         ]
         most = 0
@@ -75,29 +55,30 @@ def test_thirty_stores_share_a_few_threads(tmp_path: Path) -> None:
     wait_until(lambda: "expstore-keeper" not in work_threads())
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("capacity", [None, 100])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("fields", [1, 30])
 def test_an_idle_store_has_few_descriptors(
     layout: str, capacity: int | None, fields: int, store_path: Path
 ) -> None:
-    with open_store(store_path, layout=layout, capacity=capacity, batch_size=4, seed=1) as rb:
+    with expstore.open(store_path, layout=layout, capacity=capacity, batch_size=4, seed=1) as rb:
         for lap in range(3):
             rb.extend(rows(fields, 40 * lap, 40))
             rb.update_priority(np.arange(4), np.full(4, 2.0))
             rb.flush()
-            wait_until(lambda: len(descriptors(store_path)) <= 12)
+            wait_until(lambda: len(open_files(store_path)) <= 12)
             assert rb.sample()["f00"].shape == (4, 4)
-            assert len(descriptors(store_path)) <= 12
+            assert len(open_files(store_path)) <= 12
         with expstore.open(store_path, mode="r", batch_size=4) as reader:
-            before = len(descriptors(store_path))
+            before = len(open_files(store_path))
             for lap in range(3, 6):
                 rb.extend(rows(fields, 40 * lap, 40))
                 reader.sample()
                 newest = 40 * lap + 39
                 wait_until(lambda: bool(reader[:]["f00"].max() == newest))  # noqa: B023
             rb.flush()
-            wait_until(lambda: len(descriptors(store_path)) <= before)
+            wait_until(lambda: len(open_files(store_path)) <= before)
         expected = rb[:]["f00"].numpy()
     assert verify(store_path) == []
     with expstore.open(store_path) as rb:
@@ -111,7 +92,7 @@ def rest(rb: Any) -> None:
 
 
 def test_a_file_that_was_replaced_while_the_store_rested_is_not_written_to(store_path: Path) -> None:
-    rb = open_store(store_path)
+    rb = expstore.open(store_path)
     rb.extend(rows(2))
     rest(rb)
     file = rb.storage.state.columns.flat[0].files[0]
@@ -123,7 +104,7 @@ def test_a_file_that_was_replaced_while_the_store_rested_is_not_written_to(store
     assert file.path.read_bytes() == before
     rb.close()
     (store_path / "other").rename(file.path)
-    with open_store(store_path) as rb:
+    with expstore.open(store_path) as rb:
         assert (rb[:]["f01"][:, 0].numpy() == np.arange(16) + 1).all()
     assert verify(store_path) == []
 
@@ -131,7 +112,7 @@ def test_a_file_that_was_replaced_while_the_store_rested_is_not_written_to(store
 def test_resting_files_that_others_have_linked_are_written_to_as_if_they_were_open(
     store_path: Path, tmp_path: Path
 ) -> None:
-    with open_store(store_path) as rb:
+    with expstore.open(store_path) as rb:
         rb.extend(rows(2))
         rest(rb)
         file = rb.storage.state.columns.flat[0].files[0]
@@ -142,12 +123,12 @@ def test_resting_files_that_others_have_linked_are_written_to_as_if_they_were_op
 
 
 def test_a_store_with_unsynced_rows_does_not_rest(store_path: Path) -> None:
-    with open_store(store_path) as rb:
+    with expstore.open(store_path) as rb:
         rb.storage.background.stop()
         rb.extend(rows(2, count=300))
-        open_files = descriptors(store_path)
+        before = open_files(store_path)
         assert not rb.storage.checkpoints.rest(rb.storage)
-        assert descriptors(store_path) == open_files
+        assert open_files(store_path) == before
         rb.flush()
         assert rb.storage.checkpoints.rest(rb.storage)
         rb.update_priority([1], [3.0])
@@ -156,7 +137,7 @@ def test_a_store_with_unsynced_rows_does_not_rest(store_path: Path) -> None:
 
 
 def test_a_store_in_use_does_not_rest(store_path: Path) -> None:
-    with open_store(store_path) as rb:
+    with expstore.open(store_path) as rb:
         rb.storage.background.stop()
         rb.extend(rows(2))
         rb.flush()
@@ -195,8 +176,8 @@ def test_a_sync_that_hangs_delays_no_other_store(
     hanging.set()
     others = threading.active_count()  # of tests before this one
     with ExitStack() as stores:
-        hung = [stores.enter_context(open_store(tmp_path / f"hung{number}")) for number in range(4)]
-        sound = stores.enter_context(open_store(tmp_path / "sound"))
+        hung = [stores.enter_context(expstore.open(tmp_path / f"hung{number}")) for number in range(4)]
+        sound = stores.enter_context(expstore.open(tmp_path / "sound"))
         stores.callback(hanging.set)  # first of all, so that a failure does not wait for the syncs
         for rb in (*hung, sound):
             rb.extend(rows(20))
@@ -224,20 +205,15 @@ def test_a_sync_that_hangs_delays_no_other_store(
 
 
 def test_a_forked_child_opens_stores_with_threads_of_its_own(tmp_path: Path) -> None:
-    with open_store(tmp_path / "a") as rb:
+    with expstore.open(tmp_path / "a") as rb:
         rb.extend(rows(3))
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                other = open_store(tmp_path / "b")
+
+        def child() -> None:
+            with expstore.open(tmp_path / "b") as other:
                 other.extend(rows(3, count=300))
-                wait_until(lambda: bool(other.stats()["unsynced_rows"] == 0))
-                other.close()
-                code = 0
-            finally:
-                os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+                wait_until(lambda: other.stats()["unsynced_rows"] == 0)
+
+        in_child(child)
         rb.extend(rows(3, 16))
         wait_until(lambda: bool(rb.stats()["unsynced_rows"] == 0))
         assert len(rb) == 32

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import expstore
 from expstore.errors import StorageError
 from expstore.storages.engine.opening import Opening
 from tests.support.batches import numbered_rows
+from tests.support.open_files import open_files
 
 STEPS = (
     "_read_journal",
@@ -32,13 +32,7 @@ def fail(*given: Any, **keywords: Any) -> Any:
     raise StorageError("not now")
 
 
-def open_files(store: Path) -> int:
-    """Return how many files of a store this process has open."""
-    links = [Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd")]
-    targets = [os.readlink(link) for link in links if link.is_symlink()]
-    return sum(target.startswith(str(store)) for target in targets)
-
-
+@pytest.mark.some(4)
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("layout", ["flat", "packed"])
 def test_an_opening_that_fails_leaves_what_was_open(
@@ -49,18 +43,16 @@ def test_an_opening_that_fails_leaves_what_was_open(
         rb.storage.settings.count_sampled()
         rb.flush()
         storage = rb.storage
-        former, facts = (
-            storage._state,
-            (storage.manifest, storage.draws, storage.schema, storage.epochs.content),
-        )
+        former = storage._state
+        facts = storage.manifest, storage.draws, storage.schema, storage.epochs.content
         with monkeypatch.context() as patched:
             patched.setattr(Opening, step, fail)
-            before = open_files(store_path)
+            before = len(open_files(store_path))
             for _ in range(3):
                 storage.health.note_interruption()
                 with pytest.raises(StorageError, match="not now"):
                     rb.extend(numbered_rows(1))
-            assert open_files(store_path) == before
+            assert len(open_files(store_path)) == before
         assert storage._state is former
         assert (storage.manifest, storage.draws, storage.schema, storage.epochs.content) == facts
         rb.extend(numbered_rows(2))
@@ -68,6 +60,7 @@ def test_an_opening_that_fails_leaves_what_was_open(
         assert len(rb) == 42
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("step", STEPS)
 def test_a_first_opening_that_fails_lets_others_write(
     store_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
@@ -75,12 +68,12 @@ def test_a_first_opening_that_fails_lets_others_write(
     with expstore.open(store_path) as rb:
         rb.extend(numbered_rows(40))
         rb.storage.settings.count_sampled()
-    before = open_files(store_path)
+    before = len(open_files(store_path))
     with monkeypatch.context() as patched:
         patched.setattr(Opening, step, fail)
         with pytest.raises(StorageError, match="not now"):
             expstore.open(store_path)
-    assert open_files(store_path) == before
+    assert len(open_files(store_path)) == before
     with expstore.open(store_path) as rb:
         assert len(rb) == 40
 

@@ -22,7 +22,6 @@ from expstore.errors import StorageError
 from expstore.maintenance import verify
 from expstore.storages.columns.packed.writer import PackedColumn
 from expstore.storages.engine.opening import Opening
-from expstore.storages.memory import MemoryStorage
 from tests.support.batches import counted_frames, numbered_rows
 from tests.support.forks import collect_from_child
 
@@ -204,115 +203,6 @@ def test_an_index_that_is_lives_behind_gives_the_same_answers(
     assert sum(row[2] for row in found["fragments"]) == 40
 
 
-@pytest.mark.slow
-@pytest.mark.some(1)
-@pytest.mark.parametrize("capacity", [None, 40])
-def test_many_lives_end_as_one_would(tmp_path: Path, capacity: int | None, rng: np.random.Generator) -> None:
-    """Sessions ended in any way, index deleted now and then: as in one life in RAM that ends its episodes."""
-    path = tmp_path / "run.exp"
-    storage = MemoryStorage(capacity, seed=SEED, flatten=True)
-    model = TensorDictReplayBuffer(storage=storage, batch_size=8)
-    number = draws = 0
-    for _ in range(8):
-        plan: list[Any] = []
-        for _ in range(rng.integers(1, 7)):
-            lanes, count = int(rng.integers(1, 4)), int(rng.integers(1, 6))
-            size = lanes * count
-            ends = {
-                number + int(i): "tT"[int(rng.integers(2))] for i in np.flatnonzero(rng.random(size) < 0.2)
-            }
-            data = batch(count, number, lanes=lanes, ends=ends)
-            if rng.random() < 0.5 and lanes > 1:
-                data = data.transpose(0, 1).contiguous()
-                data.names = ["time", None]
-            plan.append((data, "abc"[int(rng.integers(3))], rng.random() < 0.3))
-            number += size
-        stop = ["close", "flush", "kill"][int(rng.integers(3))]
-
-        def live(tell: Callable[[Any], None], plan: list[Any] = plan, stop: str = stop) -> None:
-            rb = expstore.open(path, capacity=capacity, seed=SEED, batch_size=8)
-            for data, source, asks in plan:
-                tell(rb.extend(data, source=source, return_ids=True).tolist())
-                tell(rb.sample()["id"].tolist())
-                if asks:
-                    rb.sql("SELECT 1")
-            if stop != "kill":
-                getattr(rb, stop)()
-
-        told = iter(collect_from_child(live))
-        for data, source, _ in plan:
-            assert next(told) == model.extend(data, source=source, return_ids=True).tolist()
-            assert next(told) == drawn(model, draws)
-            draws += 1
-        model.episodes.end()  # as the end of a session does
-        if rng.random() < 0.4:
-            drop_index(path)
-    with expstore.open(path, batch_size=8) as rb:
-        assert rb.write_count == model.write_count
-        assert rb.sample()["id"].tolist() == drawn(model, draws)
-        query = 'SELECT episode_id, source, length, "return", status, live_rows FROM episodes ORDER BY 1'
-        assert rb.sql(query).fetchall() == model.sql(query).fetchall()
-        query = "SELECT _id, _index, _episode, _step, _priority, number FROM transitions ORDER BY 1"
-        assert rb.sql(query).fetchall() == model.sql(query).fetchall()
-        query = """
-            SELECT episode_id, first_step + k, first_id + k * stride
-            FROM (SELECT *, unnest(range(length)) AS k FROM fragments) ORDER BY 3
-        """
-        assert rb.sql(query).fetchall() == model.sql(query).fetchall()
-        assert torch.equal(rb["wide"], model["wide"])
-    model.close()
-
-
-# ---------------------------------------------------------------------------------------------------
-# Streams.
-
-
-def status_of(rb: TensorDictReplayBuffer) -> list[tuple[Any, ...]]:
-    return rb.sql("SELECT episode_id, source, length, status FROM episodes ORDER BY 1").fetchall()
-
-
-def test_episodes_do_not_continue_over_a_restart(store_path: Path) -> None:
-    with expstore.open(store_path) as rb:
-        for source in ("arm", None):
-            rb.extend(batch(3, 0, lanes=2), source=source)
-        before = status_of(rb)
-        assert [row[3] for row in before] == ["open"] * 4
-    names = [row[1] for row in before]
-    assert names[:2] == ["arm", "arm//1"]
-    with expstore.open(store_path) as rb:
-        assert [row[3] for row in status_of(rb)] == ["cut"] * 4
-        for source in ("arm", None):
-            rb.extend(batch(2, 12, lanes=2), source=source)
-        found = status_of(rb)
-        assert found[:4] == [(*row[:3], "cut") for row in before]
-        assert [row[1:] for row in found[4:6]] == [("arm", 2, "open"), ("arm//1", 2, "open")]
-        assert [row[2:] for row in found[6:]] == [(2, "open")] * 2
-        assert not {row[1] for row in found[6:]} & set(names)
-    drop_index(store_path)
-    with expstore.open(store_path) as rb:
-        assert status_of(rb) == [(*row[:3], "cut") for row in found]
-
-
-def test_truncated_trajectories_take_no_rows_after_a_restart(store_path: Path) -> None:
-    def part(ids: list[int], ends: str) -> TensorDict:
-        data = batch(len(ids), 0, ends={i: kind for i, kind in enumerate(ends) if kind != "."})
-        return data.set(("collector", "traj_ids"), torch.tensor(ids))
-
-    for kill in (False, True):
-
-        def life(tell: Callable[[Any], None], kill: bool = kill) -> None:
-            rb = expstore.open(store_path)
-            rb.extend(part([0, 0, 1, 1, 2], ".T.t."), source="arm")
-            if not kill:
-                rb.close()
-
-        collect_from_child(life)
-    with expstore.open(store_path) as rb:
-        query = "SELECT episode_id, trajectory_id, length, status FROM episodes ORDER BY 1"
-        life = [(0, 2, "truncated"), (1, 2, "terminated"), (2, 1, "cut")]
-        assert rb.sql(query).fetchall() == [(at + 1, *facts) for at, facts in enumerate(life * 2)]
-
-
 # ---------------------------------------------------------------------------------------------------
 # Draws, priorities, shards.
 
@@ -341,73 +231,6 @@ def test_batches_continue_after_any_stop(store_path: Path) -> None:
             expected += 1
             assert draw == expected
             assert ids == wanted
-
-
-@pytest.mark.slow
-def test_priorities_survive(store_path: Path) -> None:
-    for stop, value in (("close", 2.0), ("kill", 5.0), ("flush", 3.0)):
-
-        def life(tell: Callable[[Any], None], stop: str = stop, value: float = value) -> None:
-            rb = expstore.open(store_path, capacity=5000)
-            first = rb.extend(batch(1999, 0), return_ids=True)[0].item()
-            rb.update_priority(id=[first, first + 1500], priority=[value, 0.25])
-            rb.add(batch(1, 0)[0])
-            rb.storage.write_values()
-            if stop != "kill":
-                getattr(rb, stop)()
-
-        collect_from_child(life)
-    with expstore.open(store_path) as rb:
-        rb.add(batch(1, 0)[0])
-        query = "SELECT _id, _priority FROM transitions WHERE _id % 500 < 2 ORDER BY 1"
-        first = {1500: 1, 1501: 0.25, 2000: 2}
-        second = {2001: 5, 2500: 2, 2501: 2, 3000: 2, 3001: 2, 3500: 2, 3501: 0.25, 4000: 5}
-        third = {4001: 3, 4500: 5, 4501: 5, 5000: 5, 5001: 5, 5500: 5, 5501: 0.25, 6000: 5}
-        assert dict(rb.sql(query).fetchall()) == first | second | third | {6001: 5}
-
-
-@pytest.mark.slow
-def test_an_unbounded_store_grows_over_shards_and_lives(
-    store_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tuning, "FLAT_SHARD_ROWS", 4096)
-    for life in range(4):
-
-        def grow(tell: Callable[[Any], None], life: int = life) -> None:
-            rb = expstore.open(store_path)
-            for start in range(life * 5000, life * 5000 + 5000, 1000):
-                rb.extend(batch(1000, start))
-            rb.add(batch(1, 99)[0]) if life == 3 else None
-            if life % 2:
-                rb.close()
-
-        collect_from_child(grow)
-    with expstore.open(store_path) as rb:
-        assert len(rb) == 20_001
-        number = rb["number"]
-        assert torch.equal(number[:-1], torch.arange(20_000))
-        assert number[-1] == 99
-        index = torch.arange(0, 20_001, 37)
-        assert torch.equal(
-            rb[index]["wide"], (number[index][:, None] * 7 + torch.arange(600)).to(torch.uint8)
-        )
-
-
-def test_everything_about_the_store_is_still_known(store_path: Path) -> None:
-    with expstore.open(store_path, capacity=50, seed=5, meta={"env": "x"}, batch_size=3) as rb:
-        rb.extend(batch(80, 0))
-        rb.empty()
-        rb.extend(batch(7, 0))
-        before = rb.stats()
-    with expstore.open(store_path) as rb:
-        after = rb.stats()
-        same = ("size", "capacity", "spare", "write_count", "last_id", "draws")
-        assert {k: after[k] for k in same} == {k: before[k] for k in same}
-        assert after["generation"] == before["generation"] + 1
-        assert rb.batch_size is None
-        assert rb.meta == {"env": "x"}
-        assert rb["number"].tolist() == list(range(7))
-        assert rb.recovered is None
 
 
 def test_one_line_says_what_was_recovered(store_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -48,15 +49,6 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
-def test_a_record_is_what_publish_packs() -> None:
-    record = RowRecord(6)
-    record.fields[:] = b"fields"
-    segment = Segment(7, 0, 3, 2, 0, 1, 1, 0.25, 1, 0)
-    payload = record.fill(column_set=4, draw=9, time=10, priority=2.5, first_id=11, segments=[segment])
-    assert payload == b"fields" + np.array([11, 7, 3, 10]).tobytes()
-    check_record(record, Publish(11, 1, 0, 9, 10, 0, 2.5, [segment], [], payload, column_set=4))
-
-
 def test_a_record_of_several_rows_is_what_publish_packs() -> None:
     record = RowRecord(2, 3)
     segments = [Segment(7, 0, 3, 2, 0, 2, 1, 0.25, 1, 0), Segment(8, 0, 0, 2, 2, 1, 1, 0.5, 0, 1)]
@@ -77,14 +69,6 @@ def check_record(record: RowRecord, wanted: Publish) -> None:
     wanted.checksum = Publish.unpack(body).checksum
     assert body == wanted.pack()
     assert len(NO_KEY) == 16
-
-
-def test_most_rows_take_few_acts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = taken(monkeypatch)
-    with opened(tmp_path / "a.exp") as rb, rb.record("env-0") as episode:
-        for number in range(20):
-            step(episode, number, last=number % 5 == 4)
-    assert found == [False] + 19 * [True]  # the first row of the source
 
 
 def test_the_journal_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,46 +127,31 @@ CUTS: dict[str, tuple[Callable[[Any], tuple[Any, str]], bool, int]] = {
 }
 
 
-@pytest.mark.slow
-def test_rows_of_add_are_whole_or_absent_wherever_they_are_cut_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for cut, (find, done, rows) in CUTS.items():
-        path = tmp_path / cut.replace(" ", "-")
-        with opened(path) as rb:
-            for number in range(3):
-                rb.add(row_of(number))
-            with monkeypatch.context() as patched:
-                owner, name = find(rb)
-                patched.setattr(owner, name, after(getattr(owner, name)) if done else interrupt)
-                with pytest.raises(KeyboardInterrupt):
-                    rb.add(row_of(3))
-            for number in range(rows, 6):
-                rb.add(row_of(number))
-            assert rb[:]["action"].tolist() == [*range(6)], cut
-            assert rb.episodes().arrow()["length"].to_pylist() == [6], cut
-        assert verify(path) == [], cut
+@contextlib.contextmanager
+def cut_off(rb: Any, cut: str) -> Iterator[None]:
+    """Interrupt what is written in the context."""
+    find, done, _ = CUTS[cut]
+    owner, name = find(rb)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(owner, name, after(getattr(owner, name)) if done else interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            yield
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("cut", CUTS)
-def test_several_rows_are_whole_or_absent_wherever_they_are_cut_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: str
-) -> None:
+def test_several_rows_are_whole_or_absent_wherever_they_are_cut_off(tmp_path: Path, cut: str) -> None:
     """A flush in which an episode ends and another one begins."""
-    find, done, rows = CUTS[cut]
     with opened(tmp_path / "a.exp") as rb:
         episode = rb.record("env-0", flush_steps=3)
         for number in range(5):
             step(episode, number)
-        with monkeypatch.context() as patched:
-            owner, name = find(rb)
-            patched.setattr(owner, name, after(getattr(owner, name)) if done else interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                step(episode, 5)
+        with cut_off(rb, cut):
+            step(episode, 5)
         step(episode, 6)
         step(episode, 7, last=True)
         step(episode, 8)
-        kept = 6 if rows == 4 else 3
+        kept = 6 if CUTS[cut][2] == 4 else 3
         assert rb[:]["action"].tolist() == [*range(kept), 6, 7, 8]
         assert rb.episodes().arrow()["length"].to_pylist() == [kept + 2, 1]
         episode.close()
@@ -190,20 +159,16 @@ def test_several_rows_are_whole_or_absent_wherever_they_are_cut_off(
 
 
 @pytest.mark.guarantee("kill/whole")
+@pytest.mark.some(4)
 @pytest.mark.parametrize("cut", CUTS)
-def test_a_row_is_whole_or_absent_wherever_it_is_cut_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: str
-) -> None:
-    find, done, rows = CUTS[cut]
+def test_a_row_is_whole_or_absent_wherever_it_is_cut_off(tmp_path: Path, cut: str) -> None:
+    rows = CUTS[cut][2]
     with opened(tmp_path / "a.exp") as rb:
         episode = rb.record("env-0")
         for number in range(3):
             step(episode, number)
-        with monkeypatch.context() as patched:
-            owner, name = find(rb)
-            patched.setattr(owner, name, after(getattr(owner, name)) if done else interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                step(episode, 3)
+        with cut_off(rb, cut):
+            step(episode, 3)
         step(episode, 9)
         assert rb[:]["action"].tolist() == [*range(rows), 9]
         assert rb.episodes().arrow()["length"].to_pylist() == [rows + 1]
@@ -293,19 +258,8 @@ def test_rows_of_extend_in_between(tmp_path: Path) -> None:
     with opened(tmp_path / "a.exp") as rb, rb.record("env-0") as episode:
         for number in range(3):
             step(episode, number)
-        row = TensorDict(
-            {
-                "observation": torch.arange(4.0) + 3,
-                "action": torch.tensor(3),
-                "next": {
-                    "observation": torch.arange(4.0) + 4,
-                    "reward": torch.zeros(1),
-                    **{
-                        flag: torch.zeros(1, dtype=torch.bool) for flag in ("done", "terminated", "truncated")
-                    },
-                },
-            }
-        )
+        row = TensorDict(row_of(3))
+        row["next"] = row["next"].apply(lambda value: value.reshape(-1))  # shapes as `step` stores them
         rb.add(row, source="env-0")
         for number in range(4, 7):
             step(episode, number)
@@ -371,6 +325,7 @@ def add_rows(path: Path, rows: Iterable[tuple[str | None, dict[str, Any]]]) -> t
         return indices, rb.storage.last, episodes, stored.to_dict()["action"].tolist()
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("make", [dict, TensorDict])
 @pytest.mark.parametrize("kind", ["nested", "flat", "trajectories"])
 def test_rows_of_add_are_those_of_the_ordinary_way(

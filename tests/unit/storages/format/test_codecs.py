@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict
 
-import expstore
-from expstore.cli.app import run
-from expstore.errors import CorruptionError, SchemaError
-from expstore.maintenance import verify
+from expstore.errors import CorruptionError
 from expstore.storages.format.codecs import CODECS
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 
 
-every_codec = pytest.mark.parametrize("name", CODECS)
-
-
 @pytest.mark.some(2)
-@every_codec
+@pytest.mark.parametrize("name", CODECS)
 @given(data=st.data())
 def test_bytes_come_out_as_they_were(name: str, data: st.DataObject) -> None:
     codec, seed = CODECS[name], data.draw(st.integers(0, 99))
@@ -40,12 +31,11 @@ def test_bytes_come_out_as_they_were(name: str, data: st.DataObject) -> None:
             codec.unpack(frame, other)
 
 
-@every_codec
-def test_invalid_frames_are_refused(name: str) -> None:
-    with pytest.raises(CorruptionError):
-        CODECS[name].unpack(b"\x00" * 12, 100)
-    with pytest.raises(CorruptionError):
-        CODECS[name].unpack(b"", 100)
+def test_invalid_frames_are_refused() -> None:
+    for codec in CODECS.values():
+        for frame in (b"\x00" * 12, b""):
+            with pytest.raises(CorruptionError):
+                codec.unpack(frame, 100)
 
 
 def test_a_store_of_another_effort_is_read() -> None:
@@ -63,43 +53,3 @@ def test_floats_are_packed_better_shuffled() -> None:
     data = np.cumsum(steps, dtype=np.float32).view(np.uint8)
     for name in ("lz4hc", "zstd"):
         assert len(CODECS[f"{name}-shuffle"].pack(data)) < len(CODECS[name].pack(data)) < 1.01 * data.size
-
-
-@pytest.mark.parametrize("name", ["numcodecs.bz2", "numcodecs.lzma"])
-def test_codecs_that_zarr_python_alone_reads_are_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(SchemaError, match=f"'frame': no codec '{name}'; there are lz4hc, lz4, .*gzip"):
-        expstore.open(tmp_path / "run.exp", layout=expstore.Layout(fields={"frame": {"codec": name}}))
-    assert not (tmp_path / "run.exp").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.some(1)
-@pytest.mark.parametrize("name", ["zstd-shuffle", "gzip"])
-def test_a_store_of_it(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Written, read by another process's eyes, reopened, checked, damaged; and what info says of it."""
-    path, number = tmp_path / "run.exp", torch.arange(100)
-    frame = (number[:, None] / torch.arange(1, 401)).float()
-    fields = {"frame": {"codec": name, "rows": 8}}
-    with expstore.open(path, capacity=200, layout=expstore.Layout(fields=fields), seed=0) as rb:
-        for first in range(0, 100, 25):
-            some = slice(first, first + 25)
-            rb.extend(TensorDict({"number": number[some], "frame": frame[some]}, [25]))
-        with expstore.open(path, mode="r") as reader:
-            seen = reader[:]
-            assert torch.equal(seen["frame"], frame[seen["number"]])
-    with expstore.open(path) as rb:
-        rb.extend(TensorDict({"number": number[:9], "frame": frame[:9]}, [9]))
-        seen = rb[:]
-        assert torch.equal(seen["frame"], frame[seen["number"]])
-    assert verify(path) == []
-    assert run(["info", str(path), "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)["stores"][0]["fields"]
-    (packed,) = [field for field in facts if field["layout"] == "packed"]
-    assert (packed["name"], packed["codec"]) == ("frame", name)
-    assert run(["info", str(path)]) == 0
-    assert f"packed, {name}" in capsys.readouterr().out
-    shard = next((path / "columns/frame").glob("open.*"))
-    data = bytearray(shard.read_bytes())
-    data[40] ^= 4
-    shard.write_bytes(data)
-    assert {finding.kind for finding in verify(path)} == {"payload"}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +10,7 @@ import pytest
 from expstore.disk.files import Disk
 from expstore.storages.format.control_page import PAGE, StatePage
 from expstore.storages.format.writer_probe import Watch
+from tests.support.forks import in_child
 
 UUID, BOOT = b"u" * 16, b"b" * 16
 WORDS = {"generation": 4, "sequence": 5, "horizon": 6, "last": 2**62, "draw": 8, "change": 0}
@@ -65,13 +64,13 @@ def test_a_claim_that_was_interrupted_fits_nothing(tmp_path: Path) -> None:
 def test_counters_survive_a_kill_and_the_inode_stays(tmp_path: Path) -> None:
     state = page(tmp_path)
     inode = (tmp_path / "STATE").stat().st_ino
-    pid = os.fork()
-    if pid == 0:
+
+    def child() -> None:
         own = page(tmp_path)
         own.claim(UUID, BOOT, **WORDS)
         own.set("draw", 1234)
-        os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(pid, 0)
+
+    in_child(child)
     assert state.get("draw") == 1234  # seen through the mapping made before
     assert (tmp_path / "STATE").stat().st_ino == inode
     state.close()

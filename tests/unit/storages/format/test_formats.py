@@ -88,16 +88,6 @@ def _base(folder: Path) -> Any:
     return json.loads(head[32 : 32 + int.from_bytes(head[:4], "little")])
 
 
-@pytest.mark.slow
-def test_it_is_read(store: tuple[Path, int]) -> None:
-    folder, number = store
-    for name in ("run.exp", "killed.exp"):
-        assert format_of(Disk(), folder / name) == number
-        with expstore.open(folder / name, mode="r") as rb:
-            check(rb[:], ROWS - CAPACITY, ROWS, late=True)
-    assert verify(folder / "run.exp") == []
-
-
 @pytest.mark.guarantee(
     "rows/formats",
     "A store of an older format is read, extended and verified; a store of a newer format is refused and "
@@ -163,9 +153,7 @@ def test_a_newer_format_is_refused(store: tuple[Path, int], monkeypatch: pytest.
         kept.save(Disk(), path)
     before = read_files(path)
     for mode in ("a", "r"):
-        with pytest.raises(
-            MigrationError, match=f"has format {FORMAT + 1}, but this library reads .*newer expsto"
-        ):
+        with pytest.raises(MigrationError, match=f"has format {FORMAT + 1}"):
             expstore.open(path, mode=mode)
     assert read_files(path) == before
 

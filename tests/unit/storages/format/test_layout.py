@@ -14,7 +14,6 @@ from tensordict import TensorDict
 import expstore
 from expstore import TensorDictMaxValueWriter
 from expstore.errors import SchemaError, StateError
-from expstore.storages.factory import ZarrStorage
 from expstore.storages.format.layout import ColumnLayout, ask_layout
 
 
@@ -38,6 +37,7 @@ def asked_layout(asked: dict[str, Any]) -> expstore.Layout:
     )
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("asked", "packed"),
     [
@@ -75,19 +75,15 @@ def test_layouts_that_contradict_the_store_are_refused(tmp_path: Path) -> None:
             expstore.open(path, layout=asked_layout(differs))
 
 
-@pytest.mark.parametrize("make", ["ZarrStorage", "LazyMemmapStorage"])
-def test_storages_are_flat_unless_asked(tmp_path: Path, make: str) -> None:
+@pytest.mark.parametrize("make", [expstore.ZarrStorage, expstore.LazyMemmapStorage])
+def test_storages_are_flat_unless_asked(tmp_path: Path, make: Any) -> None:
     """As TorchRL's programs expect, which write to rows in place; also when `open` goes on with them."""
     path = tmp_path / "run.exp"
-    if make == "ZarrStorage":
-        rb = expstore.TensorDictReplayBuffer(storage=expstore.ZarrStorage(path, 100), batch_size=4)
-    else:
-        storage = expstore.LazyMemmapStorage(100, scratch_dir=path)
-        rb = expstore.TensorDictReplayBuffer(storage=storage, batch_size=4)
-    rb.extend(rows(10))
-    rb[3] = rows(1, 9)[0]
-    assert packed_fields(path) == set()
-    rb.close()
+    storage = make(path, 100) if make is expstore.ZarrStorage else make(100, scratch_dir=path)
+    with expstore.TensorDictReplayBuffer(storage=storage, batch_size=4) as rb:
+        rb.extend(rows(10))
+        rb[3] = rows(1, 9)[0]
+        assert packed_fields(path) == set()
     with expstore.open(path) as rb:
         rb.extend(rows(10))
         rb[4] = rows(1, 8)[0]
@@ -104,108 +100,67 @@ def test_an_empty_store_keeps_the_layout_it_was_made_with(tmp_path: Path) -> Non
     assert packed_fields(tmp_path / "run.exp") == set()
 
 
-@pytest.mark.parametrize(
-    ("asked", "packed"),
-    [
-        ({"layout": "auto"}, {"frame", "next/frame"}),
-        ({"layout": "packed"}, {"frame", "next/frame", "action"}),
-        ({"fields": {"frame": {"layout": "packed"}}}, {"frame"}),
-    ],
-)
-def test_a_storage_takes_what_open_takes(tmp_path: Path, asked: dict[str, Any], packed: set[str]) -> None:
-    for _ in range(2):
-        storage = expstore.ZarrStorage(tmp_path / "run.exp", 100, **asked)
-        with expstore.TensorDictReplayBuffer(storage=storage, batch_size=4) as rb:
-            rb.extend(rows(10))
-            assert (rb.sample()["frame"] >= 0).all()
-    assert packed_fields(tmp_path / "run.exp") == packed
-    with pytest.raises(SchemaError, match="no layout 'wide'"):
-        expstore.ZarrStorage(tmp_path / "other.exp", layout="wide")  # type: ignore[arg-type]
-    assert not (tmp_path / "other.exp").exists()
+#: Layouts that no store can have, and words of the error.
+UNKNOWN: list[tuple[dict[str, Any], str]] = [
+    ({"layout": "wide"}, "columns='wide' is unknown"),
+    ({"fields": {"frame": {"layout": "packed", "codec": "lzma"}}}, "no codec 'lzma'; there are lz4hc, "),
+    ({"fields": {"frame": {"codec": "numcodecs.bz2"}}}, "'frame': no codec 'numcodecs.bz2'"),
+    ({"fields": {"frame": {"layout": "auto", "chunk": 3}}}, "field 'frame': no option 'chunk'"),
+    ({"fields": {"frame": {"rows": 3}}}, "power of two, got 3"),
+    ({"fields": {"frame": {"rows": True}}}, "power of two, got True"),
+    ({"fields": {"frame": {"layout": None}}}, "no layout None"),
+    ({"fields": {"frame": {"rows": "4"}}}, "power of two, got '4'"),
+    ({"fields": {"frame": {"rows": 2**40}}}, "got 1099511627776; use a whole number from 1 to 4096"),
+    ({"fields": {"frame": {"codec": ["lz4"]}}}, r"no codec \['lz4'\]"),
+    ({"fields": {"frame": {1: 2, "chunk": 3}}}, "no option 1"),
+    ({"fields": {"frame": 7}}, "field 'frame': options must be a dict, got 7"),
+    ({"fields": ["frame"]}, "fields= must be a dict"),
+    ({"fields": {3: {"rows": 4}}}, "a key is a name or a tuple of names, got 3"),
+    ({"fields": {("next", 3): {"rows": 4}}}, r"names, got \('next', 3\)"),
+    ({"fields": {("a", "b"): {}, "a.b": {}}}, "field 'a.b' is in fields= twice"),
+    ({"fields": {"frame": {"layout": "flat", "codec": "zstd"}}}, "codec='zstd' is an option of packed"),
+    ({"fields": {"frame": {"layout": "flat", "rows": 4}}}, "rows=4 is an option of packed fields"),
+    ({"fields": {"frame": {"layout": "flat", "share_next": True}}}, "'frame': share_next=True is an option"),
+    ({"layout": "flat", "share_next": True}, '^share_next=True .* but all fields are flat; .*"packed"'),
+    ({"layout": "flat", "fields": {"frame": {"layout": "flat"}}, "share_next": True}, "all fields are"),
+    ({"share_next": "yes"}, "True or False"),
+]
 
 
-@pytest.mark.parametrize(
-    ("asked", "match"),
-    [
-        ({"layout": "wide"}, "columns='wide' is unknown; use 'flat'"),
-        ({"fields": {"frame": {"layout": "packed", "codec": "lzma"}}}, "no codec 'lzma'; there are lz4hc, "),
-        ({"fields": {"frame": {"layout": "auto", "chunk": 3}}}, "field 'frame': no option 'chunk'"),
-        ({"fields": {"frame": {"rows": 3}}}, "power of two, got 3"),
-        ({"fields": {"frame": {"rows": True}}}, "power of two, got True"),
-        ({"fields": {"frame": {"layout": None}}}, "no layout None"),
-        ({"fields": {"frame": {"rows": "4"}}}, "power of two, got '4'; use a whole number"),
-        ({"fields": {"frame": {"rows": 2**40}}}, "got 1099511627776; use a whole number from 1 to 4096"),
-        ({"fields": {"frame": {"codec": ["lz4"]}}}, r"no codec \['lz4'\]"),
-        ({"fields": {"frame": {1: 2, "chunk": 3}}}, "no option 1"),
-        ({"fields": {"frame": 7}}, "field 'frame': options must be a dict, got 7"),
-        ({"fields": ["frame"]}, r"fields= must be a dict, got \['frame'\]"),
-        ({"fields": {3: {"rows": 4}}}, "a key is a name or a tuple of names, got 3"),
-        ({"fields": {("next", 3): {"rows": 4}}}, r"names, got \('next', 3\)"),
-        ({"fields": {("a", "b"): {}, "a.b": {}}}, "field 'a.b' is in fields= twice"),
-        (
-            {"fields": {"frame": {"layout": "flat", "codec": "zstd"}}},
-            "codec='zstd' is an option of packed fields",
-        ),
-        ({"fields": {"frame": {"layout": "flat", "rows": 4}}}, "rows=4 is an option of packed fields"),
-        (
-            {"fields": {"frame": {"layout": "flat", "share_next": True}}},
-            "field 'frame': share_next=True is an option of packed fields, but this field is flat; .*"
-            'layout="packed"',
-        ),
-        (
-            {"layout": "flat", "share_next": True},
-            '^share_next=True is an option of packed fields, but all fields are flat; .*layout="packed"',
-        ),
-        ({"layout": "flat", "fields": {"frame": {"layout": "flat"}}, "share_next": True}, "all fields are"),
-    ],
-)
-def test_unknown_layouts_are_refused(tmp_path: Path, asked: dict[str, Any], match: str) -> None:
-    with pytest.raises(SchemaError, match=match):
-        expstore.open(tmp_path / "run.exp", layout=asked_layout(asked))
-    assert not (tmp_path / "run.exp").exists()
+def test_unknown_layouts_are_refused(tmp_path: Path) -> None:
+    for asked, words in UNKNOWN:
+        with pytest.raises(SchemaError, match=words):
+            expstore.open(tmp_path / "run.exp", layout=asked_layout(asked))
+        assert not (tmp_path / "run.exp").exists()
 
 
-@pytest.mark.parametrize(
-    ("asked", "match"),
-    [
-        (
-            {"fields": {"pixel": {"layout": "flat"}}},
-            "'pixel', .* the fields are action, frame, next.frame; .*mode='w'",
-        ),
-        ({"fields": {"_row.id": {"layout": "packed"}}}, "'_row.id', which is not a field"),
-        ({"fields": {"action": {"codec": "zstd"}}}, "'action': codec='zstd' .* this field is flat"),
-        ({"fields": {"action": {"rows": 8}}}, "'action': rows=8 .* this field is flat"),
-        ({"layout": "flat", "fields": {"frame": {"codec": "zstd"}}}, "'frame': codec='zstd' .* is flat"),
-        ({"fields": {"action": {"share_next": True}}}, "share_next=True .* is flat"),
-        (
-            {"fields": {"next.frame": {"share_next": True}}},
-            "share_next=True .* no packed next field of the same dtype",
-        ),
-        (
-            {"fields": {"frame": {"share_next": True}, "next.frame": {"layout": "flat"}}},
-            "'frame': share_next=True .* no packed next field",
-        ),
-        ({"fields": {"frame": {"rows": 128}}}, "128 rows of 1600 bytes are too large; .* here 100"),
-        (
-            {"capacity": None, "fields": {"wide": {"rows": 64}}},
-            "64 rows of 400000 bytes .* 16 MiB .* here 41",
-        ),
-    ],
-)
-def test_layouts_that_do_not_fit_the_first_rows_are_refused(
-    tmp_path: Path, asked: dict[str, Any], match: str
-) -> None:
+#: Layouts that do not fit the first rows, and words of the error.
+UNFIT: list[tuple[dict[str, Any], str]] = [
+    ({"fields": {"pixel": {"layout": "flat"}}}, "'pixel', .* the fields are action, .*mode='w'"),
+    ({"fields": {"_row.id": {"layout": "packed"}}}, "'_row.id', which is not a field"),
+    ({"fields": {"action": {"codec": "zstd"}}}, "'action': codec='zstd' .* this field is flat"),
+    ({"fields": {"action": {"rows": 8}}}, "'action': rows=8 .* this field is flat"),
+    ({"layout": "flat", "fields": {"frame": {"codec": "zstd"}}}, "'frame': codec='zstd' .* is flat"),
+    ({"fields": {"action": {"share_next": True}}}, "share_next=True .* is flat"),
+    ({"fields": {"next.frame": {"share_next": True}}}, "no packed next field of the same dtype"),
+    ({"fields": {"frame": {"share_next": True}, "next.frame": {"layout": "flat"}}}, "no packed next field"),
+    ({"fields": {"frame": {"rows": 128}}}, "128 rows of 1600 bytes are too large; .* here 100"),
+    ({"fields": {"wide": {"rows": 64}}}, "64 rows of 400000 bytes .* 16 MiB .* here 41"),
+]
+
+
+def test_layouts_that_do_not_fit_the_first_rows_are_refused(tmp_path: Path) -> None:
     """Before anything is made; with mode "w" the same folder takes what has one."""
-    path, first = tmp_path / "run.exp", rows(10)
-    if "wide" in match or "wide" in asked["fields"]:
-        first["wide"] = torch.zeros(10, 100_000)
-    with expstore.open(path, capacity=asked.pop("capacity", 100), layout=asked_layout(asked)) as rb:
-        for _ in range(2):
-            with pytest.raises(SchemaError, match=match):
-                rb.extend(first)
-        assert len(rb) == 0
-        assert rb.storage.schema is None
-    assert not (path / "columns").exists()
+    for number, (asked, words) in enumerate(UNFIT):
+        path, first, is_wide = tmp_path / f"{number}.exp", rows(10), "wide" in asked["fields"]
+        if is_wide:
+            first["wide"] = torch.zeros(10, 100_000)
+        with expstore.open(path, capacity=None if is_wide else 100, layout=asked_layout(asked)) as rb:
+            for _ in range(2):
+                with pytest.raises(SchemaError, match=words):
+                    rb.extend(first)
+            assert (len(rb), rb.storage.schema) == (0, None)
+        assert not (path / "columns").exists()
     with expstore.open(path, mode="w", capacity=100) as rb:
         rb.extend(first)
         assert len(rb) == 10
@@ -226,21 +181,18 @@ def test_a_version_is_not_loaded_where_names_are_not_its_own(tmp_path: Path) -> 
 
 def test_layout_fields_accept_strings_and_tuples_as_keys(tmp_path: Path) -> None:
     path = tmp_path / "run.exp"
-    with expstore.open(
-        path, capacity=100, layout=expstore.Layout(fields={("next", "frame"): {"layout": "flat"}})
-    ) as rb:  # type: ignore[dict-item]
-        rb.extend(rows(10))
+    layouts: list[Any] = [{("next", "frame"): {"layout": "flat"}}, {"next.frame": {"layout": "flat"}}]
+    for fields in layouts:
+        with expstore.open(path, capacity=100, layout=expstore.Layout(fields=fields)) as rb:
+            rb.extend(rows(10))
     assert packed_fields(path) == {"frame"}
-    expstore.open(path, layout=expstore.Layout(fields={"next.frame": {"layout": "flat"}})).close()
 
 
 def test_a_contradiction_is_reported_by_the_argument_names(tmp_path: Path) -> None:
     flat, packed = tmp_path / "flat.exp", tmp_path / "packed.exp"
     expstore.open(flat, layout="flat").close()
     expstore.open(packed, layout=expstore.Layout(fields={"frame": {"rows": 8}})).close()
-    with pytest.raises(
-        StateError, match="made with layout='flat', opened with layout='packed'; leave the layout out"
-    ):
+    with pytest.raises(StateError, match="made with layout='flat', opened with layout='packed'"):
         expstore.open(flat, layout="packed")
     stored = "made with layout='auto', fields={'frame': {'rows': 8}}, opened with layout='auto', fields={"
     with pytest.raises(StateError, match=stored):
@@ -249,11 +201,6 @@ def test_a_contradiction_is_reported_by_the_argument_names(tmp_path: Path) -> No
 
 def test_share_next_is_of_packed_fields(tmp_path: Path) -> None:
     """Asked of all fields it is of those that are packed; where none can be it is refused."""
-    with pytest.raises(
-        SchemaError, match="share_next=True is an option of packed fields, but all fields are flat"
-    ):
-        ZarrStorage(tmp_path / "a.exp", share_next=True)
-    assert not (tmp_path / "a.exp").exists()
     expstore.open(tmp_path / "a.exp", layout="flat").close()
     with pytest.raises(SchemaError, match="share_next=True is an option of packed fields"):
         expstore.open(tmp_path / "a.exp", layout=expstore.Layout(share_next=True))
@@ -265,16 +212,12 @@ def test_share_next_is_of_packed_fields(tmp_path: Path) -> None:
         expstore.open(tmp_path / name, layout=expstore.Layout(share_next=True)).close()  # as without it
         with pytest.raises(StateError, match="opened with layout='.*', share_next=False"):
             expstore.open(tmp_path / name, layout=expstore.Layout(share_next=False))
-    with pytest.raises(SchemaError, match="True or False"):
-        expstore.open(tmp_path / "d.exp", layout=expstore.Layout(share_next="yes"))  # type: ignore[arg-type]
-    assert not (tmp_path / "d.exp").exists()
 
 
 def test_nothing_asked_is_as_stored() -> None:
     assert ask_layout(None, None) is None
     assert ColumnLayout().to_json() == {}
     asked = ask_layout("auto", {"a": {"rows": 8}})
-    assert asked is not None
     assert ColumnLayout(**json.loads(json.dumps(asked.to_json()))) == asked
 
 

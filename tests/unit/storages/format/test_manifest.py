@@ -58,7 +58,6 @@ def test_a_saved_manifest_is_loaded(tmp_path: Path, kept: Manifest) -> None:
     found = Manifest.load(Disk(), tmp_path)
     assert found == kept
     if kept.schema:
-        assert found.schema is not None
         assert found.schema.keys == kept.schema.keys
     assert [path.name for path in tmp_path.iterdir()] == [MANIFEST]
 
@@ -87,9 +86,7 @@ def test_newer_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(manifest, "FORMAT", 9)
         FULL.save(Disk(), tmp_path)
-    with pytest.raises(
-        MigrationError, match="has format 9, but this library reads formats up to 1.*newer expstore"
-    ):
+    with pytest.raises(MigrationError, match="has format 9, but .* formats up to 1.*newer expstore"):
         Manifest.load(Disk(), tmp_path)
 
 
@@ -111,13 +108,12 @@ def test_one_that_lacks_a_key_is_damaged(tmp_path: Path) -> None:
         Manifest.load(Disk(), tmp_path)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", "3", "{}", '{"format": 1}', '{"format": "x", "crc32c": ""}', "\xff"]
-)
-def test_invalid_manifests_are_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / MANIFEST).write_bytes(text.encode("latin-1"))
-    with pytest.raises(CorruptionError, match=rf"{MANIFEST} is damaged"):
-        Manifest.load(Disk(), tmp_path)
+def test_invalid_manifests_are_refused(tmp_path: Path) -> None:
+    facts = [b"{}", b'{"format": 1}', b'{"format": "x", "crc32c": ""}']
+    for text in (b"", b"{", b"[]", b"3", *facts, b"\xff", b"[" * 100_000):
+        (tmp_path / MANIFEST).write_bytes(text)
+        with pytest.raises(CorruptionError, match=rf"{MANIFEST} is damaged"):
+            Manifest.load(Disk(), tmp_path)
 
 
 def test_any_changed_value_is_found(tmp_path: Path) -> None:
@@ -175,17 +171,17 @@ FORGED: list[tuple[str, object]] = [
 
 
 @pytest.mark.guarantee("exchange/bounded")
-@pytest.mark.parametrize(("name", "value"), FORGED)
-def test_forged_values(tmp_path: Path, name: str, value: object) -> None:
-    _forge(tmp_path, **{name: value})
-    with pytest.raises(CorruptionError, match=MANIFEST):
-        Manifest.load(Disk(), tmp_path)
+def test_forged_values(tmp_path: Path) -> None:
+    for name, value in FORGED:
+        _forge(tmp_path, **{name: value})
+        with pytest.raises(CorruptionError, match=MANIFEST):
+            Manifest.load(Disk(), tmp_path)
 
 
 def test_deleted_rows_are_not_a_bomb(tmp_path: Path) -> None:
     """Neither zeros nor runs that ascend make more than 4 million runs out of a short text."""
     for piece in (bytes(16), np.array([2, 0], "<i8").tobytes()):
-        packer, text = zlib.compressobj(9), b""
+        packer, text = zlib.compressobj(1), b""
         for _ in range(256):
             text += packer.compress(piece * (1 << 16))
         _forge(tmp_path, **{"gaps": base64.b64encode(text + packer.flush()).decode()})
@@ -203,9 +199,3 @@ def test_a_manifest_with_too_many_runs_is_not_written(monkeypatch: pytest.Monkey
     assert Manifest.unpack(FULL.replace(deleted=runs).pack(), "x").deleted == runs
     with pytest.raises(StorageError, match="101 separate runs"):
         FULL.replace(deleted=runs.join(IdSet.of([(900, 900)]))).pack()
-
-
-def test_nested_json(tmp_path: Path) -> None:
-    (tmp_path / MANIFEST).write_text("[" * 100_000)
-    with pytest.raises(CorruptionError, match="RecursionError"):
-        Manifest.load(Disk(), tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -10,14 +11,8 @@ import pytest
 
 from expstore.disk.files import Disk
 from expstore.errors import CorruptionError
-from expstore.storages.format.swap import (
-    SWAP,
-    TEMPORARY,
-    Swap,
-    current_path,
-    finish_swap,
-    is_half_replaced,
-)
+from expstore.storages.format.swap import SWAP, TEMPORARY, Swap, current_path, finish_swap, is_half_replaced
+from tests.support.gated_disk import GatedDisk
 
 pytestmark = pytest.mark.usefixtures("no_syncs")  # tests/crash has the power cuts
 
@@ -56,17 +51,15 @@ SWAPS = {
 }
 
 
-class InterruptingDisk(Disk):
-    """Raise KeyboardInterrupt before the N-th operation that changes something."""
+def interrupting_disk(at: int = 0) -> GatedDisk:
+    """Return a disk that raises KeyboardInterrupt before operation number `at`, counted from 1."""
+    numbers = itertools.count(1)
 
-    def __init__(self, at: int = 0) -> None:
-        super().__init__()
-        self.at, self.acts = at, 0
-
-    def gate(self, act: str, path: Path) -> None:
-        self.acts += 1
-        if self.acts == self.at:
+    def interrupt(act: str, path: Path) -> None:
+        if next(numbers) == at:
             raise KeyboardInterrupt
+
+    return GatedDisk(interrupt)
 
 
 def write(folder: Path, content: dict[str, str]) -> None:
@@ -90,7 +83,7 @@ def prepare(folder: Path, swap: Swap, *, new: dict[str, str]) -> Path:
     return folder
 
 
-def is_interrupted(disk: InterruptingDisk, store: Path, swap: Swap | None) -> bool:
+def is_interrupted(disk: Disk, store: Path, swap: Swap | None) -> bool:
     """Commit a swap if one is passed, and finish it; return whether the disk interrupted it."""
     try:
         if swap is not None:
@@ -107,14 +100,14 @@ def test_a_swap_is_one_act(tmp_path: Path, swap: Swap) -> None:
     states: list[bool] = []
     for at in range(1, 100):
         store = prepare(tmp_path / str(at), swap, new=new)
-        if not is_interrupted(InterruptingDisk(at), store, swap):
+        if not is_interrupted(interrupting_disk(at), store, swap):
             assert (files_of(store), states[-1]) == (after, True)
             break
         committed = (store / "expstore.json").read_text() == "new"
         sums = current_path(Disk(), store, "checksums").read_text()
         assert sums == ("new sums" if committed and "checksums" in new else "former sums")
         again = 1
-        while is_interrupted(InterruptingDisk(again), store, None):  # the opening is killed, too
+        while is_interrupted(interrupting_disk(again), store, None):  # the opening is killed, too
             again += 1
         assert files_of(store) == (after if committed else FORMER), f"interrupted before operation {at}"
         assert not (store / SWAP).exists()
@@ -130,7 +123,7 @@ def test_readers_are_told_of_content_that_is_half_replaced(tmp_path: Path) -> No
         told = []
         for at in range(1, 100):
             store = prepare(tmp_path / f"{len(swap.replaced)}{len(swap.added)}-{at}", swap, new=new)
-            interrupted = is_interrupted(InterruptingDisk(at), store, swap)
+            interrupted = is_interrupted(interrupting_disk(at), store, swap)
             half = is_half_replaced(Disk(), store, "journal")
             told.append(half)
             whole = files_of(store).items() >= {("journal/1", "former records"), ("columns/b/c", "b")}
@@ -142,11 +135,9 @@ def test_readers_are_told_of_content_that_is_half_replaced(tmp_path: Path) -> No
         assert not told[-1]
 
 
-@pytest.mark.parametrize(
-    "data", [{"added": ["../elsewhere"]}, {"removed": ["/etc"]}, {"moved": []}, {"added": [1]}, []]
-)
-def test_a_forged_list_is_damage(tmp_path: Path, data: object) -> None:
-    crc = google_crc32c.value(json.dumps(data, sort_keys=True).encode())
-    write(tmp_path, {"swap/list": json.dumps({"swap": data, "crc32c": crc})})
-    with pytest.raises(CorruptionError, match="list is damaged"):
-        finish_swap(Disk(), tmp_path)
+def test_a_forged_list_is_damage(tmp_path: Path) -> None:
+    for data in ({"added": ["../elsewhere"]}, {"removed": ["/etc"]}, {"moved": []}, {"added": [1]}, []):
+        crc = google_crc32c.value(json.dumps(data, sort_keys=True).encode())
+        write(tmp_path, {"swap/list": json.dumps({"swap": data, "crc32c": crc})})
+        with pytest.raises(CorruptionError, match="list is damaged"):
+            finish_swap(Disk(), tmp_path)

@@ -24,14 +24,7 @@ from expstore.core import tuning
 from expstore.data.containers import form_of
 from expstore.disk.files import Disk
 from expstore.disk.writer_lock import WriterLock
-from expstore.errors import (
-    CorruptionError,
-    LockedError,
-    SchemaError,
-    SnapshotError,
-    StateError,
-    StorageError,
-)
+from expstore.errors import CorruptionError, LockedError, SchemaError, SnapshotError, StateError, StorageError
 from expstore.maintenance import survey, verify
 from expstore.samplers import PrioritizedSampler, Sampler, SamplerWithoutReplacement
 from expstore.schema.row_fields import priority_place
@@ -41,6 +34,8 @@ from expstore.storages.snapshot_access import SnapshotPin
 from expstore.storages.snapshots import create, restore
 from expstore.storages.snapshots.catalog import find_version
 from tests.support.damaged_stores import flip
+from tests.support.gated_disk import GatedDisk
+from tests.support.waits import wait_until
 
 pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs")]
 
@@ -86,8 +81,8 @@ def priorities(rb: ReplayBuffer) -> list[float]:
     "version/moment",
     "A version is the store as it was at one moment, although other threads read and write.",
 )
-@pytest.mark.some(2)
-@pytest.mark.parametrize("capacity", [None, 20_000, 5000])
+@pytest.mark.some(1)
+@pytest.mark.parametrize("capacity", [5000, None, 20_000])
 def test_a_version_is_the_store_as_it_was(
     store_path: Path, place: Path, make_batch: Make, capacity: int | None
 ) -> None:
@@ -124,17 +119,6 @@ def test_versions_may_lie_next_to_their_store_but_not_among_other_files(
         assert same(rows_of(old), rows_of(rb))
 
 
-def test_zarr_reads_a_version(store_path: Path, place: Path, make_batch: Make) -> None:
-    with expstore.open(store_path, capacity=12_000) as rb:
-        rb.extend(make_batch(10_000))
-        rb.dumps(place)
-    group = zarr.open_group(place / "v0001" / "columns", mode="r")
-    assert group["observation"].shards == (8192, 4)
-    assert group["action"][:10_000].tolist() == [n % 3 for n in range(10_000)]
-    assert (group["_row/id"][:10_000] == np.arange(1, 10_001)).all()
-    assert group["observation"][9_999, 0] == 9_999
-
-
 def test_an_empty_store_has_versions(store_path: Path, place: Path, make_batch: Make) -> None:
     with expstore.open(store_path, capacity=100) as rb:
         assert rb.dumps(place).rows == 0
@@ -159,21 +143,6 @@ def test_shards_grow_where_there_would_be_too_many_files(
         rb.dumps(place)
         assert zarr.open_group(place / "v0001/columns", mode="r")["action"].shards == (16_384,)
         assert same(rows_of(expstore.open(place, mode="r")), rows_of(rb))
-
-
-def test_a_memory_storage_has_versions(place: Path, make_batch: Make) -> None:
-    rb = TensorDictReplayBuffer(storage=MemoryStorage(500, seed=3), batch_size=8)
-    rb.extend(make_batch(700, episode_length=9)[:500])
-    rb.extend(make_batch(40, start=700))
-    rb.update_priority(id=500, priority=4.0)
-    rb.dumps(place)
-    rb.extend(make_batch(10))
-    rb.dumps(place)
-    assert same(rows_of(expstore.open(place, mode="r")), rows_of(rb))
-    assert priorities(expstore.open(place, mode="r")) == priorities(rb)
-    with pytest.raises(StateError, match="no folder"):
-        rb.snapshots.tag("best")
-    assert rb.snapshots.tag("best", place).number == 3
 
 
 # -- what a version shares -------------------------------------------------------------------------
@@ -379,18 +348,18 @@ def test_two_at_once_in_one_place(store_path: Path, place: Path, make_batch: Mak
 # -- while others go on ----------------------------------------------------------------------------
 
 
-class SlowDisk(Disk):
-    """Stop before a certain file is made, until told to go on."""
+class SlowDisk(GatedDisk):
+    """Wait for `released` before a certain file is created."""
 
     def __init__(self, name: str) -> None:
-        super().__init__()
+        super().__init__(self._wait)
         self.name = name
-        self.reached, self.go = threading.Event(), threading.Event()
+        self.reached, self.released = threading.Event(), threading.Event()
 
-    def gate(self, act: str, path: Path) -> None:
+    def _wait(self, act: str, path: Path) -> None:
         if act == "create" and str(path).endswith(self.name):
             self.reached.set()
-            assert self.go.wait(30)
+            assert self.released.wait(60)
 
 
 def started(act: Callable[[], object]) -> threading.Thread:
@@ -423,7 +392,7 @@ def test_overwriting_uncopied_rows_waits(
     rb.extend(make_batch(2000, start=20_000))  # 22,000 of 24,096 slots
     expected = rows_of(rb)
     dump = started(lambda: rb.dumps(place))
-    assert disk.reached.wait(30)
+    assert disk.reached.wait(60)
     # Slots 0 to 8191 are copied; the next ones are being copied.
     for start, count in ((22_000, 4000), (26_000, 4000), (30_000, 2288)):
         rb.extend(make_batch(count, start=start))
@@ -431,12 +400,12 @@ def test_overwriting_uncopied_rows_waits(
     assert not waiting.is_set()
     done: list[str] = []
     extend = started(lambda: (rb.extend(make_batch(10)), done.append("extend")))
-    assert waiting.wait(30)
+    assert waiting.wait(60)
     assert not done
     assert rb.sample().shape == (8,)  # readers wait for nobody
-    disk.go.set()
+    disk.released.set()
     for thread in (dump, extend):
-        thread.join(30)
+        thread.join(60)
     assert done == ["extend"]
     assert rb.storage.snapshot_pin.first == 0
     assert rb.stats()["waits"] > 0
@@ -452,14 +421,14 @@ def test_a_change_in_place_waits(
     rb.extend(make_batch(600)[:500])
     expected = rows_of(rb)
     dump = started(lambda: rb.dumps(place))
-    assert disk.reached.wait(30)
+    assert disk.reached.wait(60)
     rb.update_priority(id=100, priority=7.0)  # that is kept apart
     change = started(lambda: rb.__setitem__(slice(0, 5), make_batch(5, start=77)))
-    assert waiting.wait(30)
+    assert waiting.wait(60)
     assert same(rows_of(rb), expected)
-    disk.go.set()
+    disk.released.set()
     for thread in (dump, change):
-        thread.join(30)
+        thread.join(60)
     assert not same(rows_of(rb), expected)
     assert same(rows_of(expstore.open(place, mode="r")), expected)
     assert priorities(expstore.open(place, mode="r")) == [1.0] * 500
@@ -496,45 +465,11 @@ def test_versions_of_a_store_in_use(store_path: Path, place: Path, make_batch: M
             assert len(old) == 9000
         stop.set()
         for thread in threads:
-            thread.join(30)
+            thread.join(60)
         assert not faults
 
 
 # -- putting one back ------------------------------------------------------------------------------
-
-
-@pytest.mark.some(2)
-@pytest.mark.parametrize("open_it", ["door", "storage", "memory"])
-def test_a_new_store_continues_with_the_next_batch(
-    store_path: Path, place: Path, tmp_path: Path, make_batch: Make, open_it: str
-) -> None:
-    with expstore.open(store_path, capacity=300, batch_size=16, seed=5) as rb:
-        rb.extend(make_batch(500, episode_length=7)[:300], source="a")
-        rb.extend(make_batch(150, start=500, episode_length=7), source="a")
-        batches(rb, 3)
-        rb.update_priority(id=300, priority=2.5)
-        rb.dumps(place)
-        wanted, levels, rows, count = batches(rb, 4), priorities(rb), rows_of(rb), rb.write_count
-    path = tmp_path / "new.exp"
-    if open_it == "door":
-        new = expstore.open(path, capacity=300, batch_size=16)
-    else:
-        storage = ZarrStorage(path, 300) if open_it == "storage" else MemoryStorage(300)
-        new = TensorDictReplayBuffer(storage=storage, batch_size=16)
-    new.loads(place)
-    assert all(same(a, b) for a, b in zip(batches(new, 2), wanted, strict=False))
-    if open_it == "memory":
-        new.dumps(path.with_name("again"))
-        new = expstore.open(path, capacity=300, batch_size=16)
-        new.loads(path.with_name("again"))
-    new.close()
-    with expstore.open(path, batch_size=16) as new:
-        assert all(same(a, b) for a, b in zip(batches(new, 2), wanted[2:], strict=True))
-        assert same(rows_of(new), rows)
-        assert priorities(new) == levels
-        assert (new.write_count, new.storage.priorities.largest) == (count, 2.5)
-        new.extend(make_batch(50, start=650, episode_length=7), source="a")
-        assert len(new) == 300
 
 
 @pytest.mark.parametrize("kind", [SamplerWithoutReplacement, PrioritizedSampler])
@@ -612,28 +547,6 @@ def test_a_store_that_never_had_rows_continues_the_ids_of_the_version(
     assert numbers(memory) == expected
 
 
-@pytest.mark.some(2)
-@pytest.mark.parametrize(("capacity", "kept"), [(None, 400), (1000, 400), (150, 150)])
-def test_another_capacity_takes_the_newest_rows(
-    store_path: Path, place: Path, tmp_path: Path, make_batch: Make, capacity: int | None, kept: int
-) -> None:
-    with expstore.open(store_path, capacity=400) as rb:
-        rb.extend(make_batch(400))
-        rb.extend(make_batch(70, start=400))
-        rb.dumps(place)
-        rows = rows_of(rb)
-    path = tmp_path / "other.exp"
-    with expstore.open(path, capacity=capacity, batch_size=8) as rb:
-        rb.extend(make_batch(30))
-        rb.loads(place)
-        assert same(rows_of(rb), rows[-kept:])
-        rb.extend(make_batch(20, start=470))
-        expected = rows_of(rb)
-    with expstore.open(path) as rb:
-        assert rb.recovered is None
-        assert same(rows_of(rb), expected)
-
-
 def test_refused_calls_change_nothing(
     store_path: Path, place: Path, tmp_path: Path, make_batch: Make
 ) -> None:
@@ -703,55 +616,11 @@ def test_sampling_continues_while_a_version_is_restored(
             count = len(seen)
             rb.loads(place)
             rb.extend(make_batch(2000, start=10_000))
-            while len(seen) < count + 5 and threads[0].is_alive():
-                pass
+            wait_until(lambda count=count: len(seen) >= count + 5)  # type: ignore[misc]
         stop.set()
         for thread in threads:
-            thread.join(30)
+            thread.join(60)
         assert not faults
-
-
-@pytest.mark.parametrize("capacity", [None, 40])
-def test_a_version_is_put_into_memory(
-    store_path: Path, place: Path, make_batch: Make, capacity: int | None
-) -> None:
-    with expstore.open(store_path, capacity=60) as rb:
-        rb.extend(make_batch(100, episode_length=7)[:60], source="a")
-        rb.extend(make_batch(9, start=100), source="a")
-        rb.dumps(place)
-        rows, levels = rows_of(rb), priorities(rb)
-    rb = TensorDictReplayBuffer(storage=MemoryStorage(capacity), batch_size=8)
-    rb.extend(make_batch(25, start=500))
-    assert rb.sql("SELECT count(*) FROM episodes").fetchall() == [(1,)]
-    former = np.arange(1, 26)
-    rb.loads(place)
-    kept = capacity or 60
-    assert same(rows_of(rb), rows[-kept:])
-    assert priorities(rb) == levels[-kept:]
-    assert not rb.storage.intact(former)
-    assert rb.sql("SELECT count(*), sum(live_rows) FROM episodes").fetchall() == [(10, kept)]
-    rb.extend(make_batch(50, start=109), source="a")
-    assert rows_of(rb)["observation"][-1, 0] == 158
-    assert rb.sql("SELECT max(_step) FROM transitions").fetchall() == [(49,)]
-
-
-def test_followers_see_what_a_load_brings(store_path: Path, place: Path, make_batch: Make) -> None:
-    with expstore.open(store_path, capacity=200) as rb:
-        rb.extend(make_batch(200))
-        rb.dumps(place)
-        rb.extend(make_batch(150, start=1000))
-        rb.flush()
-        follower = expstore.open(store_path, mode="r", batch_size=64)
-        assert follower.sample()["observation"][:, 0].max() >= 1000
-        rb.loads(place)
-        batch = follower.sample()
-        assert batch["observation"][:, 0].max() < 200
-        assert follower.storage.window == rb.storage.window
-        follower.refresh()
-        assert follower.sql("SELECT count(*), max(_id) FROM transitions").fetchall() == [
-            (200, rb.storage.last)
-        ]
-        follower.close()
 
 
 def test_a_load_that_was_left_half_way_is_finished_by_the_next_writer(
@@ -784,27 +653,6 @@ def make_rows(make_batch: Make, *runs: tuple[int, int]) -> TensorDict:
     return torch.cat([make_batch(count, start=start) for start, count in runs])
 
 
-def test_a_load_goes_to_the_index(store_path: Path, place: Path, make_batch: Make) -> None:
-    with expstore.open(store_path, capacity=100) as rb:
-        rb.extend(make_batch(60, episode_length=6))
-        rb.dumps(place)
-        rb.extend(make_batch(60, episode_length=4))
-        assert rb.sql("SELECT count(*) FROM episodes").fetchall() == [(25,)]
-        rb.loads(place)
-        assert rb.sql("SELECT count(*), sum(live_rows) FROM episodes").fetchall() == [(10, 60)]
-    with expstore.open(store_path) as rb:
-        assert rb.sql("SELECT count(*), sum(live_rows) FROM episodes").fetchall() == [(10, 60)]
-
-
-def test_torchrl_names(store_path: Path, place: Path, make_batch: Make) -> None:
-    with expstore.open(store_path, capacity=100) as rb:
-        rb.extend(make_batch(6))
-        rb.dump(place)
-        rb.extend(make_batch(6))
-        rb.load(place)
-        assert len(rb) == 6
-
-
 def test_versions_are_verified(store_path: Path, place: Path, make_batch: Make) -> None:
     with expstore.open(store_path, capacity=9000) as rb:
         rb.extend(make_batch(9000))
@@ -818,8 +666,6 @@ def test_versions_are_verified(store_path: Path, place: Path, make_batch: Make) 
     for name in names:
         path = folder / name
         whole = path.read_bytes()
-        if not whole:
-            continue
         at = {"columns/action/c.1": 100, "origin": 4200, "checksums": 4200}.get(name, len(whole) // 2)
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 8]) + whole[at + 1 :])
         found = verify(folder)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import zarr
-from hypothesis import HealthCheck, given
-from hypothesis import strategies as st
 from tensordict import TensorDict
 
 import expstore
@@ -22,11 +19,8 @@ from expstore.errors import CorruptionError, StateError
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.factory import ZarrStorage
 from expstore.storages.format.layout import ColumnLayout
-from expstore.storages.memory import MemoryStorage
-from expstore.storages.snapshots.state_dict import content_of
 from expstore.writers.writers import TensorDictMaxValueWriter
 from tests.support.batches import counted_frames, numbered_rows
-from tests.support.case_selection import in_full, share
 from tests.support.stores import open_zarr
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
@@ -118,33 +112,11 @@ def test_finished_shards_are_the_stores_own_files(tmp_path: Path, place: Path) -
         assert two.new_bytes < one.new_bytes
 
 
-@pytest.mark.slow
-def test_bytes_that_were_written_are_counted(tmp_path: Path, place: Path) -> None:
-    flat, packed = tmp_path / "flat", tmp_path / "packed"
-    new = []
-    for path, layout in ((flat, ColumnLayout()), (packed, PACKED)):
-        with make(path, layout=layout) as rb:
-            rb.extend(rows(6400))
-            new.append(rb.dumps(place / path.name).new_bytes)
-    frames = 8192 * 64
-    assert new[0] - new[1] == pytest.approx(frames, rel=0.05)
-
-
 class NoLinks(Disk):
     """A disk where no file has two names."""
 
     def link(self, old: Path, new: Path) -> bool:
         return False
-
-
-def test_without_hard_links_files_are_copied(tmp_path: Path, place: Path) -> None:
-    with make(tmp_path / "store", 40, disk=NoLinks()) as rb:
-        rb.extend(rows(30))
-        rb.extend(rows(37, 30))
-        made = rb.dumps(place)
-        assert not set(shards(made.path).values()) & set(shards(tmp_path / "store").values())
-    with expstore.open(place, mode="r") as old:
-        assert holds(old, 27, 40)
 
 
 class Replacing(Disk):
@@ -239,31 +211,6 @@ def test_versions_are_restored_between_all_layouts(
         assert holds(seen, first, 92 - first)
 
 
-def test_a_version_comes_back_into_memory(tmp_path: Path, place: Path) -> None:
-    with make(tmp_path / "store", 40) as rb:
-        rb.extend(rows(67))
-        rb.dumps(place)
-    rb = TensorDictReplayBuffer(storage=MemoryStorage(40, seed=0), batch_size=8)
-    rb.loads(place)
-    assert holds(rb, 27, 40)
-
-
-def test_a_tag_keeps_packed_rows(tmp_path: Path) -> None:
-    with make(tmp_path / "store", 40) as rb:
-        rb.extend(rows(67))
-        rb.snapshots.tag("early")
-        rb.extend(rows(100, 67))
-    with expstore.open(tmp_path / "store", mode="r", version="early") as old:
-        assert holds(old, 27, 40)
-
-
-def test_a_state_holds_packed_rows(tmp_path: Path) -> None:
-    with make(tmp_path / "store", 40) as rb:
-        rb.extend(rows(67))
-        state = content_of(rb.storage)
-    assert (state["rows"]["frame"] == rows(40, 27)["frame"]).all()
-
-
 def test_the_best_rows_are_not_put_into_packed_fields(tmp_path: Path, place: Path) -> None:
     writer = TensorDictMaxValueWriter(rank_key="number")
     storage = ZarrStorage(tmp_path / "best", 20, settings=Settings(flatten=True, seed=0))
@@ -298,60 +245,3 @@ def test_damage_stays_damage(tmp_path: Path, place: Path, disk: type[Disk]) -> N
         with pytest.raises(CorruptionError):
             rb.loads(place)
         assert holds(rb, 500, 3)
-
-
-ACTS = st.lists(
-    st.one_of(
-        st.integers(1, 60).map(lambda count: ("extend", count)),
-        st.sampled_from([("dump", 0), ("dump", 0), ("load", 0), ("reopen", 0), ("flush", 0), ("empty", 0)]),
-    ),
-    max_size=14,
-)
-
-
-@share(0.2, of=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(ACTS, st.sampled_from([None, 24, 40]))
-def test_lives_with_versions(
-    tmp_path_factory: pytest.TempPathFactory, acts: list[tuple[str, int]], capacity: int | None
-) -> None:
-    folder = tmp_path_factory.mktemp("life")
-    rb, serial = make(folder / "store", capacity), itertools.count()
-    have: list[int] = []
-    kept: list[list[int]] = []
-    try:
-        for act, count in acts:
-            if act == "extend":
-                first = next(serial) * 100
-                rb.extend(rows(count, first))
-                have = [*have, *range(first, first + count)]
-                have = have if capacity is None else have[-capacity:]
-            elif act == "dump":
-                rb.dumps(folder / "versions")
-                kept.append(have)
-            elif act == "load" and kept:
-                rb.loads(folder / "versions")
-                have = kept[-1]
-            elif act == "reopen":
-                rb.close()
-                rb = make(folder / "store", capacity)
-            elif act == "flush":
-                rb.flush()
-            elif act == "empty":
-                rb.empty()
-                have = []
-            check(rb, have)
-    finally:
-        rb.close()
-    for number, wanted in enumerate(kept):
-        with expstore.open(folder / "versions" / f"v{number + 1:04d}", mode="r") as old:
-            check(old, wanted)
-
-
-test_lives_with_versions_in_full = pytest.mark.torture(in_full(test_lives_with_versions))
-
-
-def check(rb: ReplayBuffer, wanted: list[int]) -> None:
-    number, frame = content(rb)
-    assert number == wanted
-    if wanted:
-        assert (frame == np.concatenate([rows(1, n)["frame"].numpy() for n in wanted])).all()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
+import itertools
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from expstore.core import tuning
 from expstore.core.id_set import NO_IDS
 from expstore.core.values import Array
 from expstore.disk.files import Disk, File
-from expstore.errors import CorruptionError, SchemaError, StateError, StorageError
+from expstore.errors import CorruptionError, StateError, StorageError
 from expstore.kernels.blosc_encode import pack_chunks
 from expstore.schema.schema import Field
 from expstore.storages.columns.packed.appender import PackedAppender
@@ -38,6 +38,7 @@ from expstore.storages.format.chunk_file import (
     scan_chunks,
 )
 from expstore.storages.format.codecs import CODECS
+from tests.support.gated_disk import GatedDisk
 from tests.support.part_restarts import NEVER, Killed, MortalLife
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
@@ -183,27 +184,6 @@ def test_killed_at_every_act(tmp_path: Path, slots: int | None) -> None:
     assert acts > 60
 
 
-@pytest.mark.slow
-@pytest.mark.some(1)
-@pytest.mark.parametrize("slots", [None, 48])
-def test_killed_at_every_act_during_a_sync(tmp_path: Path, slots: int | None) -> None:
-    """Rows that were never published are in shards that have got their names meanwhile."""
-    for again in (NEVER, 0, 1, 2, 3, 5, 8, 13):
-        for acts in range(0, 40, 1 if again == NEVER else 3):
-            folder = tmp_path / f"{again}.{acts}"
-            folder.mkdir()
-            life = Life(folder, slots, Packing("lz4hc", 4, 8), 24)
-            for count in (9, 13):
-                life.extend(count)
-            life.kill(acts, 23, in_sync=True, again=again)
-            life.check()
-            life.extend(14)
-            life.check()
-            life.open_again()
-            life.check()
-            life.end()
-
-
 def test_a_chunk_whose_packed_form_was_lost_is_packed_again(tmp_path: Path) -> None:
     """A power cut may leave the raw rows of a chunk alone, which were written earlier."""
     life = Life(tmp_path, None, Packing("lz4hc", 4, 16), 16)
@@ -273,13 +253,6 @@ def test_sizes_fit_one_another(width: int, slots: int | None, rows: int | None) 
     assert rows or packing.rows == 1 or packing.rows * width <= 256 * 1024
     if slots is not None:
         assert packing.shard < slots + packing.rows
-
-
-def test_packings_that_cannot_be() -> None:
-    with pytest.raises(SchemaError, match="no codec 'brotli'; there are lz4hc"):
-        Packing("brotli", 4, 16)
-    with pytest.raises(SchemaError, match="a shard of 10 rows cannot have chunks of 4"):
-        Packing("lz4", 4, 10)
 
 
 # -- the file of chunks ------------------------------------------------------------------------------
@@ -404,27 +377,6 @@ def test_areas_on_which_a_mark_depends_are_left_alone(tmp_path: Path) -> None:
     partial.close()
 
 
-def test_synced_rows_are_kept_until_the_next_sync(tmp_path: Path) -> None:
-    partial = PartialFile(Disk(), tmp_path / "partial", 8, WIDTH)
-    partial.begin(0, 0)
-    partial.write(0, some_rows(0, 4))
-    partial.note_synced()
-    partial.end()
-    partial.begin(0, 1)
-    partial.note_mark()  # of a checkpoint that fails
-    partial.end()
-    for chunk in range(2, 8):
-        partial.begin(0, chunk)
-        partial.write(0, some_rows(chunk, 3))
-        partial.end()
-        np.testing.assert_array_equal(partial.find(0, 0, 4), some_rows(0, 4))
-    partial.note_synced()  # the chunks are in shards
-    for chunk in range(8, 12):
-        partial.begin(0, chunk)
-    assert partial.find(0, 0, 4) is None
-    partial.close()
-
-
 @pytest.mark.guarantee("power/sync-mode")
 def test_an_opening_keeps_rows_that_were_synced_without_a_checkpoint(tmp_path: Path) -> None:
     life = Life(tmp_path, 48, Packing("lz4hc", 4, 8), 16)
@@ -445,8 +397,7 @@ def test_an_opening_keeps_rows_that_were_synced_without_a_checkpoint(tmp_path: P
 
 
 def test_files_are_synced_again_after_a_checkpoint_that_failed(tmp_path: Path) -> None:
-    (tmp_path / "zarr.json").write_text(f'{{"shape": [1, {WIDTH}]}}')
-    column = PackedColumn(Disk(), tmp_path, ENTRY, 48, Packing("lz4hc", 4, 8))
+    column = make_column(tmp_path)
     column.append(1, numbered(0, 14))
     appender = PackedAppender({0: column}, [], None)
     dirty = appender.begin_opening(0, NO_IDS)
@@ -480,17 +431,17 @@ def test_torn_rows_are_known(tmp_path: Path) -> None:
 # -- after a failure ---------------------------------------------------------------------------------
 
 
-class FailingDisk(Disk):
-    """Fail one act."""
+def fail_at(at: int, number: int) -> None:
+    if number == at:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = NEVER
 
-    def gate(self, act: str, path: Path) -> None:
-        self.left -= 1
-        if self.left == 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
+def make_column(
+    folder: Path, slots: int | None = 48, packing: Packing | None = None, disk: Disk | None = None
+) -> PackedColumn:
+    folder.mkdir(exist_ok=True)
+    (folder / "zarr.json").write_text(f'{{"shape": [1, {WIDTH}]}}')
+    return PackedColumn(disk or Disk(), folder, ENTRY, slots, packing or Packing("lz4hc", 4, 8))
 
 
 def numbered(first: int, count: int) -> Any:
@@ -504,22 +455,20 @@ def test_rows_that_could_not_be_written_come_once_more(tmp_path: Path, slots: in
     failed, at = True, 0
     while failed:
         at += 1
-        disk, folder = FailingDisk(), tmp_path / str(at)
-        folder.mkdir()
-        (folder / "zarr.json").write_text(f'{{"shape": [1, {WIDTH}]}}')
-        column = PackedColumn(disk, folder, ENTRY, slots, Packing("lz4hc", 4, 8))
+        acts, disk = itertools.count(1), GatedDisk()
+        column = make_column(tmp_path / str(at), slots, disk=disk)
         column.append(1, numbered(0, 3))
-        disk.left = at
+        disk.before = lambda act, path, at=at, acts=acts: fail_at(at, next(acts))  # type: ignore[misc]
         try:
             column.append(4, numbered(3, 19))
             failed = False
         except StorageError:
             column.append(4, numbered(3, 19))
-        disk.left = NEVER
+        disk.relax()
         column.append(23, numbered(22, 7))
         np.testing.assert_array_equal(column.part(0, 29), numbered(0, 29))
         column.close()
-        again = PackedColumn(Disk(), folder, ENTRY, slots, Packing("lz4hc", 4, 8))
+        again = make_column(column.folder, slots)
         again.open_files()
         np.testing.assert_array_equal(again.part(0, 29), numbered(0, 29))
         again.close()
@@ -551,9 +500,7 @@ def test_shards_that_could_not_be_renamed_are_renamed_by_the_next_checkpoint(
 ) -> None:
     disk, columns = FailingRenames(done=done), {}
     for place in range(2):
-        folder = tmp_path / str(place)
-        folder.mkdir()
-        columns[place] = PackedColumn(disk, folder, ENTRY, 48, Packing("lz4hc", 4, 8))
+        columns[place] = make_column(tmp_path / str(place), disk=disk)
         columns[place].append(1, numbered(0, 20))
     appender = PackedAppender(columns, [], None)
     appender.begin_opening(0, NO_IDS)
@@ -562,7 +509,7 @@ def test_shards_that_could_not_be_renamed_are_renamed_by_the_next_checkpoint(
     appender.begin_opening(0, NO_IDS)
     appender.synced()
     for column in columns.values():
-        assert sorted(name for name in disk.names(column.folder) if name != "partial") == [
+        assert sorted(name for name in disk.names(column.folder) if name.startswith(("c.", "open."))) == [
             "c.0.0",
             "c.1.0",
             "open.2.0",
@@ -594,8 +541,7 @@ def test_unnamed_shards_of_former_laps_replace_no_newer_ones(tmp_path: Path, lap
 
 
 def test_other_rows_in_the_places_of_some_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "zarr.json").write_text(f'{{"shape": [1, {WIDTH}]}}')
-    column = PackedColumn(Disk(), tmp_path, ENTRY, 48, Packing("lz4hc", 4, 8))
+    column = make_column(tmp_path)
     column.append(1, numbered(0, 11))
     with pytest.raises(StateError, match="already has other rows in these slots"):
         column.append(7, numbered(1, 9))
@@ -667,37 +613,6 @@ def test_an_opening_changes_nothing_before_it_knows_that_all_is_there(tmp_path: 
     life.end()
 
 
-def test_files_of_a_killed_opening_are_removed(tmp_path: Path) -> None:
-    life = Life(tmp_path, None, Packing("lz4hc", 4, 16), 16)
-    life.extend(7)
-    (tmp_path / "again").write_bytes(b"half of a shard")
-    life.open_again()
-    life.check()
-    assert not (tmp_path / "again").exists()
-    life.end()
-
-
-def test_frames_that_are_short_have_one_block(tmp_path: Path) -> None:
-    """Others have two: a row of the second is unpacked without the first."""
-    wide = Field(("wide",), "uint8", (10_000,))
-    (tmp_path / "zarr.json").write_text('{"shape": [1, 10000]}')
-    column = PackedColumn(Disk(), tmp_path, wide, None, Packing("lz4hc", 16, 256))
-    rng, at = np.random.default_rng(1), 0
-    plain, noise = np.zeros((16, 10_000), np.uint8), rng.integers(0, 9, (16, 10_000), np.uint8)
-    for rows in (plain, plain, noise, noise, noise, plain, plain):
-        column.append(at + 1, rows)
-        at += 16
-    locations = column.locations
-    lengths = [
-        int.from_bytes(ctypes.string_at(where + 8, 4), "little")
-        for where in locations.where[: at // 16].tolist()
-    ]
-    # Whether a frame is short is known of the one before it.
-    assert lengths == [80_000, 160_000, 160_000, 80_000, 80_000, 80_000, 160_000]
-    assert (column.gather(np.arange(32, 48)) == noise).all()
-    column.close()
-
-
 def test_chunks_are_the_same_compiled_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "PACKED_CHUNKS_TOGETHER", 3)
     packing, rng = Packing("lz4hc", 4, 16), np.random.default_rng(1)
@@ -705,9 +620,7 @@ def test_chunks_are_the_same_compiled_or_not(tmp_path: Path, monkeypatch: pytest
     found, calls = [], []
     for compiled in (False, True):
         folder = tmp_path / str(compiled)
-        folder.mkdir()
-        (folder / "zarr.json").write_text(f'{{"shape": [1, {WIDTH}]}}')
-        column = PackedColumn(Disk(), folder, ENTRY, None, packing)
+        column = make_column(folder, None, packing)
         if compiled:
 
             def pack(rows: Array, count: int, *codec: Any, block: int) -> list[bytes]:
