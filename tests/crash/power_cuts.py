@@ -199,8 +199,7 @@ def _live(job: Job, disk: RecordingDisk, taken: Taken) -> None:
     kept = rb.storage
     state = matching(rb, job.states, cut=True)
     state.versions = check_versions(place_of(kept.path), job.need, job.known, current=job.current)
-    state.max_priority = kept.priorities.largest
-    state.max_priorities = [state.max_priority]
+    state.largest = (kept.priorities.largest,)
     taken.found = state.copy()
     done = 0
     checkpoint = kept.checkpoints._checkpoint
