@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import numpy as np
@@ -23,9 +22,8 @@ from expstore.samplers import (
     SliceSampler,
     StalenessAwareSampler,
 )
-from expstore.storages.memory import MemoryStorage
 from expstore.transforms import MultiStepTransform
-from tests.support.variable_length import TypedMemory, buffer, jagged, plain, rollouts
+from tests.support.variable_length import TypedMemory, buffer, plain, rollouts
 
 
 def expected(sample: TensorDict) -> list[dict[str, Any]]:
@@ -241,22 +239,6 @@ def test_single_rows_stack_as_those_of_torchrl() -> None:
     assert torch.stack(texts)["facts"][1][0] == {"n": 2, "tags": ["é", "é"]}
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_batches_are_ordinary_tensordicts() -> None:
-    batch = buffer()[:8]
-    again = pickle.loads(pickle.dumps(batch))
-    assert plain(again) == plain(batch)
-    assert plain(batch.clone()) == plain(batch)
-    assert batch.to(torch.float64)["tokens"].dtype is torch.float64
-    assert plain(batch.to("cpu")) == plain(batch)
-    stack = batch.get("prompt")
-    assert stack[2:4].tolist() == ["prompt 2", "prompt 3"]
-    stack[0].data = "changed"
-    assert batch["prompt"][0] == "changed"
-    locked = batch.lock_()
-    assert locked.get("prompt").is_locked
-
-
 def test_ensembles_of_such_buffers() -> None:
     both = ReplayBufferEnsemble(buffer(), buffer(), batch_size=8)
     sample = both.sample()
@@ -277,9 +259,3 @@ def test_rows_that_are_dropped_and_rings() -> None:
     assert [plain(kept[n].unsqueeze(0))[0]["prompt"] for n in range(7)] == [
         None if n % 5 == 4 else f"prompt {n % 7}" for n in kept["number"].tolist()
     ]
-
-
-def test_objects_are_seen_as_before() -> None:
-    rb = type(buffer())(storage=MemoryStorage(10), batch_size=2)
-    rb.extend(TensorDict({"a": ["x", "y"], "b": jagged([torch.ones(1), torch.ones(2)])}, [2]))
-    assert rb.sql("SELECT a, b FROM transitions").fetchall() == [("x", [1.0]), ("y", [1.0, 1.0])]
