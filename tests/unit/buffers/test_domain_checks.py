@@ -199,13 +199,6 @@ def test_rows_of_other_fields_are_refused_before_anything_is_made(tmp_path: Path
         rb.extend(rows(3))
 
 
-def test_a_dim_of_any_size_fits(tmp_path: Path) -> None:
-    spec = Composite(observation=Bounded(-1, 1, shape=(-1,)))
-    with expstore.open(tmp_path / "a.exp", schema=spec) as rb:
-        rb.extend(rows(3), validate="domain")
-        assert rb.specs == spec
-
-
 def test_opening_with_other_specs_than_those_kept_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.exp"
     with expstore.open(path, schema=specs()):

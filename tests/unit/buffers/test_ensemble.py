@@ -29,7 +29,7 @@ from expstore import (
     TensorDictReplayBuffer,
     WriterEnsemble,
 )
-from expstore.errors import StateError
+from expstore.errors import NotReadyError, StateError
 from tests.support.batches import trajectory_rows
 from tests.support.flat_storages import flatten_dims
 from tests.support.forks import collect_from_child
@@ -133,6 +133,12 @@ def test_sampleable_weighs_slices_by_where_they_can_begin() -> None:
     rb = ReplayBufferEnsemble(*members, p="sampleable", num_buffer_sampled=100)
     assert shares(rb, 200, 20) == pytest.approx([0, 0.3, 0.7], abs=0.03)
     assert [one.can_sample(2) for one in members] == [False, True, True]
+
+
+def test_sampleable_needs_a_sampleable_member() -> None:
+    rb = ensemble(n=0, p="sampleable")
+    with pytest.raises(NotReadyError, match="None of the replay-buffer ensemble members can be sampled"):
+        rb.sample(3)
 
 
 def test_a_sampler_that_gives_less_is_asked_again() -> None:
@@ -257,6 +263,12 @@ def test_members_transform_first_then_the_ensemble() -> None:
     assert len(rb.transform) == 3
 
 
+def test_a_transform_that_changes_the_shape_is_named() -> None:
+    rb = ensemble(transform=lambda batch: batch.reshape(-1))
+    with pytest.raises(RuntimeError, match="Failed to set the metadata"):
+        rb.sample(6)
+
+
 def test_collation_of_members_and_of_the_ensemble() -> None:
     rb = ensemble(
         2,
@@ -363,14 +375,6 @@ def test_invalid_probabilities_are_refused() -> None:
         with pytest.raises(ValueError, match="one per member|only dynamic"):
             rb.sampler.p = p
     assert rb.sampler.p is None
-
-
-def test_p_can_be_changed() -> None:
-    rb = ensemble(num_buffer_sampled=4)
-    rb.sampler.p = [0, 0, 1]
-    assert owners(rb.sample(4)).tolist() == [2] * 4
-    rb.sampler.p = "sampleable"
-    assert rb.sampler.p == "sampleable"
 
 
 def test_can_sample() -> None:
@@ -502,21 +506,6 @@ def test_patches_reach_only_the_rows_they_are_for() -> None:
     for number in range(4):
         own = env == number
         assert rb[number][:]["value"][told["index"][own]].tolist() == expected[own].tolist()
-
-
-def test_samples_can_be_patched_as_they_are() -> None:
-    rb = tracked()
-    rb.extend(TensorDict({"value": torch.arange(6.0), "env": torch.arange(6) % 2}, [6]))
-    batch = rb.sample(4)
-    future = rb.submit_update_if_present(
-        index=batch["index"],
-        generation=batch["index_generation"],
-        patch=TensorDict({"value": batch["value"] + 10}, [2, 2]),
-    )
-    assert future.result().updated.shape == (2, 2)
-    assert future.result().updated.all()
-    stored = torch.stack([rb[number][:]["value"] for number in range(2)])
-    assert torch.equal(stored[batch["index", "buffer_ids"], batch["index", "index"]], batch["value"] + 10)
 
 
 def test_patches_of_old_versions_are_rejected() -> None:

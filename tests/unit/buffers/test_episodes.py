@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -142,30 +141,6 @@ def test_every_trajectory_of_random_interleavings_is_what_was_written(
                     if left:
                         found = rb.trajectory(episode)
                         assert list(zip(found["id"].tolist(), found["number"].tolist(), strict=True)) == left
-
-
-def test_a_trajectory_read_during_writes_is_whole(store_path: Path) -> None:
-    """Each read is some steps in a row, up to the newest, with the bytes of these very rows."""
-    with expstore.open(store_path, capacity=64) as rb:
-        rb.extend(steps(8, 1), source="a")
-        over, faults, reads = threading.Event(), [], []
-
-        def read() -> None:
-            while not over.is_set() or not reads:
-                found = rb.trajectory(1)
-                ids, numbers = found["id"].tolist(), found["number"].tolist()
-                if numbers != ids or ids != list(range(ids[0], ids[-1] + 1)):
-                    faults.append((ids, numbers))
-                reads.append(len(ids))
-
-        reader = threading.Thread(target=read)
-        reader.start()
-        for first in range(9, 4000, 8):
-            rb.extend(steps(8, first), source="a")
-        over.set()
-        reader.join()
-        assert not faults
-        assert reads
 
 
 def test_rows_that_are_overwritten_while_they_are_read_are_read_again(

@@ -21,7 +21,6 @@ from expstore import (
     HindsightStrategy,
     MemoryStorage,
     PrioritizedSampler,
-    SliceSampler,
     ZarrStorage,
 )
 from expstore.errors import NotFoundError, SchemaError, StateError
@@ -294,15 +293,6 @@ def test_priorities_go_to_the_rows_that_were_drawn() -> None:
     assert found[19] == pytest.approx(wanted.get(19, 1.0))
 
 
-def test_slices_get_goals_too() -> None:
-    rb = buffer(sampler=SliceSampler(slice_len=5), strategy="future")
-    for episode in range(3):
-        rb.extend(steps(episode, 10))
-    sample = rb.sample()
-    check(sample, "future", dict.fromkeys(range(3), 9), {})
-    assert (sample["achieved_goal"].reshape(2, 5).diff(dim=1) == 1).all()
-
-
 # -- draws --------------------------------------------------------------------------------------------
 
 
@@ -459,14 +449,6 @@ def test_fields_that_are_not_there_are_named_as_by_torchrl() -> None:
         assert str(ours).split(". ")[0] == str(other.args[0]).split(". ")[0]
     ours = raised(lambda: sampled(expstore, [("next", "reward")]))
     assert "reward_key=('next', 'reward')" in str(ours)
-
-
-def test_names_of_trajectories_alone_are_episodes_too() -> None:
-    rb = buffer(strategy="final")
-    for episode in range(2):
-        rb.extend(steps(episode, 5, names=True).exclude(("next", "done")))
-    sample = rb.sample()
-    assert torch.equal(sample["desired_goal"], sample["achieved_goal"] // 1000 * 1000 + 4)
 
 
 def test_goals_and_rewards_of_another_kind_are_refused() -> None:

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -431,16 +430,3 @@ def test_an_interruption_after_the_record_is_answered_when_it_is_read_again(
     assert rb.extend(numbered_rows(4), idempotency_key="a", return_ids=True).tolist() == [4, 5, 6, 7]
     assert rb.write_count == 7
     rb.close()
-
-
-def test_opening_takes_over_as_many_as_are_known(tmp_path: Path) -> None:
-    rb = disk(tmp_path, 50)
-    rb.extend(numbered_rows(3), idempotency_key="a")
-    rb.flush()
-    numbers = np.arange(600)
-    for number in numbers:
-        rb.add(numbered_rows(1, int(number))[0], idempotency_key=f"k{number}")
-    shutil.copytree(tmp_path / "run.exp", tmp_path / "copy.exp")
-    rb.close()
-    with expstore.open(tmp_path / "copy.exp") as again:
-        assert again.stats()["write_keys"] == 601

@@ -197,12 +197,6 @@ def test_the_first_batch_fixes_the_fields(tmp_path: Path) -> None:
     }
 
 
-def test_priorities_come_with_the_rows(tmp_path: Path) -> None:
-    with open_store(tmp_path / "a.exp", sampler=PrioritizedSampler(100, 1.0, 1.0)) as rb:
-        rb.extend(rows(0, 4) | {"td_error": np.array([0.0, 0.0, 5.0, 0.0], np.float32)})
-        assert set(rb.sample(as_numpy=True)["action"].tolist()) == {2}
-
-
 def test_rows_are_replaced_by_dicts(rb: TensorDictReplayBuffer) -> None:
     rb[3:5] = rows(90, 2)
     rb[7] = one(rows(99, 1))

@@ -381,6 +381,15 @@ def test_a_fork_draws_for_itself(store_path: Path) -> None:
         assert rb.sample().shape == (SIZE,)
 
 
+def test_impossible_settings_are_refused(store_path: Path) -> None:
+    with pytest.raises(ValueError, match="prefetch must be at least 0"):
+        expstore.open(store_path, batches=expstore.Batches(prefetch=-1))
+    if not torch.accelerator.is_available():
+        with pytest.raises(ValueError, match="pin_memory=True needs an accelerator"):
+            expstore.open(store_path, batches=expstore.Batches(pin_memory=True))
+    assert not store_path.exists()
+
+
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_pinned_batches_go_to_an_accelerator(prefetch: int) -> None:

@@ -131,40 +131,6 @@ def test_rows_show_at_every_flush(tmp_path: Path) -> None:
             episode.step(*steps(1)[0])
 
 
-def test_several_lanes(tmp_path: Path) -> None:
-    """Each lane has episodes of its own; lanes that made no step leave no row."""
-    with expstore.open(tmp_path / "a.exp") as rb:
-        with rb.record("envs", lanes=3, flush_steps=4) as episode:
-            for k in range(7):
-                ends = np.array([k % 2 == 1, False, k == 4])
-                valid = np.array([True, True, k != 5])
-                observation = np.full((3, 4), 10 * k, np.float32) + np.arange(3, dtype=np.float32)[:, None]
-                episode.step(
-                    observation,
-                    np.arange(3),
-                    np.array([1.0, 2.0, 4.0]),
-                    observation + 10,
-                    ends,
-                    np.zeros(3, bool),
-                    valid=valid,
-                )
-        assert len(rb) == 20
-        found = sorted((lane, length, status) for lane, length, _, status in _by_lane(rb))
-        assert found == [
-            ("envs", 1, "cut"),
-            ("envs", 2, "terminated"),
-            ("envs", 2, "terminated"),
-            ("envs", 2, "terminated"),
-            ("envs//1", 7, "cut"),
-            ("envs//2", 1, "cut"),
-            ("envs//2", 5, "terminated"),
-        ]
-        rows = rb[:]
-        lane = rows["action"]
-        assert torch.equal(rows["observation"][:, 0] % 10, lane.float())
-        assert torch.equal(rows["next", "reward"][:, 0], 2.0**lane)
-
-
 @pytest.mark.parametrize("lanes", [None, 2])
 def test_steps_that_only_reset_are_left_out(tmp_path: Path, lanes: int | None) -> None:
     """The step after an end resets; a lane that is not valid does not end an episode."""

@@ -310,29 +310,6 @@ def flags(ends: str, shape: tuple[int, ...], names: list[str] | None = None, **m
     )
 
 
-def test_lanes_and_time(make: Make) -> None:
-    rb = make(100)
-    rb.extend(flags("..t." + "T...", (2, 4)))  # two lanes
-    rb.extend(flags(".t" + ".." + "..", (3, 2), ["time", None]))  # three steps of the same lanes
-    # without a named dim the last is time: three lanes now
-    rb.extend(flags(".." + "t." + "..", (3, 2)))
-    assert steps_by_row(rb) == [
-        *[(1, 0), (1, 1), (1, 2), (2, 0), (3, 0), (4, 0), (4, 1), (4, 2)],
-        *[(2, 1), (4, 3), (2, 2), (5, 0), (2, 3), (5, 1)],
-        *[(2, 4), (2, 5), (5, 2), (6, 0), (7, 0), (7, 1)],
-    ]
-    source = rb.sql("SELECT source FROM episodes WHERE episode_id = 2").fetchall()[0][0]
-    assert episodes(rb) == [
-        (1, source, None, 3, 3.0, "terminated", 3),
-        (2, source, None, 6, 6.0, "open", 6),
-        (3, f"{source}//1", None, 1, 1.0, "truncated", 1),
-        (4, f"{source}//1", None, 4, 4.0, "terminated", 4),
-        (5, f"{source}//1", None, 3, 3.0, "terminated", 3),
-        (6, f"{source}//1", None, 1, 1.0, "open", 1),
-        (7, f"{source}//2", None, 2, 2.0, "open", 2),
-    ]
-
-
 def test_dropped_rows(make: Make) -> None:
     rb = make(100)
     mask = torch.tensor([[True, True, False, False], [True, False, True, True]])
@@ -517,6 +494,13 @@ def test_the_uuid_of_a_store_stays(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "other.exp") as rb:
         assert rb.stats()["uuid"] not in (uuid, None)
     assert ReplayBuffer().stats()["uuid"] is None
+
+
+def test_a_transform_may_keep_everything_back(make: Make) -> None:
+    rb = make(20)
+    rb.append_transform(lambda batch: None, invert=True)
+    assert rb.extend(rows([1, 2])).tolist() == []
+    assert len(rb) == 0
 
 
 def test_stats_and_repr(make: Make) -> None:

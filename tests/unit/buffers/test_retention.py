@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import logging
 import random
 import time
@@ -20,6 +21,7 @@ from tensordict import NonTensorStack, TensorDict
 
 import expstore
 from expstore import CorruptionError, QueryError, Retain, StateError
+from expstore.cli.app import run
 from expstore.cold.download import restore
 from expstore.core import tuning
 from expstore.disk.files import Disk
@@ -461,6 +463,21 @@ def test_rings_refuse_a_policy(store_path: Path) -> None:
 
 
 # -- many ------------------------------------------------------------------------------------------
+
+
+def test_the_command(store_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    filled(store_path, 10, layout="flat").close()
+    assert run(["retain", str(store_path)]) == 2
+    assert "--where" in capsys.readouterr().err
+    assert run(["retain", str(store_path), "--where", "number > 4", "--dry-run", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["episodes"], told["rows"], told["rows_left"]) == (4, 4 * Rows, 6 * Rows)
+    assert run(["retain", str(store_path), "--where", "number > 4"]) == 0
+    assert "4 episodes with 2,400 rows were deleted" in capsys.readouterr().out
+    assert run(["retain", str(store_path), "--bytes", "x"]) == 2
+    with expstore.open(store_path) as rb:
+        check_whole(rb, set(range(5, 11)), 10)
+        assert rb.retention.policy is None
 
 
 @pytest.mark.usefixtures("no_syncs")

@@ -166,6 +166,16 @@ def test_a_field_may_end_sequences() -> None:
         rb.sample()
 
 
+def test_the_one_row_unit_changes_nothing() -> None:
+    one, other = (
+        TensorDictReplayBuffer(storage=MemoryStorage(20), batch_size=8, sample_unit=unit)
+        for unit in (None, Transition())
+    )
+    for rb in (one, other):
+        rb.extend(trajectory_rows(1, 20))
+    assert one.sample()["x"].tolist() == other.sample()["x"].tolist()
+
+
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_restart_and_prefetching_draw_the_same(store_path: Path, prefetch: int) -> None:
     def opened(ahead: int, **options: Any) -> TensorDictReplayBuffer:

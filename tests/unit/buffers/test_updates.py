@@ -190,18 +190,14 @@ def test_patch_of_a_row_that_is_gone(make: Make) -> None:
     assert torch.equal(newer[1]["index_generation"], rb.writer.generations_of(newer[1]["index"]))
 
 
-def test_rows_before_empty_are_gone(make: Make) -> None:
-    rb = make(batch_size=4)
-    rb.extend(rows(0, 1, 2, 3))
-    sample = rb.sample()
-    rb.empty()
-    assert rb.writer.generations_of(torch.arange(4)).tolist() == [-1] * 4
-    rb.extend(rows(0, 1, 2, 3))
-    found = rb.update_if_present(
-        index=sample["index"], generation=sample["index_generation"], patch={"n": sample["n"] * 0 + 9}
-    )
-    assert found.stale_count == 4
-    assert rb["n"].tolist() == [0, 1, 2, 3]
+def test_an_unbounded_store_reuses_no_place(make: Make) -> None:
+    rb = make(None)
+    index = rb.extend(rows(0, 1, 2))
+    assert rb.writer.generations_of(index).tolist() == [0, 0, 0]
+    assert rb.writer.generations_of(5).tolist() == -1
+    found = rb.update_if_present(index=[0, 1, 7], generation=[0, 1, 0], patch={"n": torch.tensor([7, 8, 9])})
+    assert found.updated.tolist() == [True, False, False]
+    assert rb["n"].tolist() == [7, 1, 2]
 
 
 def test_an_older_version_is_rejected(make: Make) -> None:

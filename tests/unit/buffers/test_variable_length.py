@@ -23,7 +23,7 @@ from expstore.samplers import (
     StalenessAwareSampler,
 )
 from expstore.transforms import MultiStepTransform
-from tests.support.variable_length import TypedMemory, buffer, plain, rollouts
+from tests.support.variable_length import buffer, plain, rollouts
 
 
 def expected(sample: TensorDict) -> list[dict[str, Any]]:
@@ -115,42 +115,6 @@ def test_sql_shows_fields_under_their_names() -> None:
     counts = rb.sql("SELECT prompt, sum(len(tokens)) AS n FROM transitions GROUP BY prompt").df()
     assert counts.n.sum() == sum(n % 6 for n in range(40))
     assert rb.sql("FROM transitions").shape == (40, 13)
-
-
-def reads(rb: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Count the rows that are read, by field."""
-    counts: dict[str, int] = {}
-    read, fields = rb.storage.read, rb.storage.require_schema().fields
-
-    def counted(ids: Any, places: Any = None) -> Any:
-        for place in range(len(fields)) if places is None else places:
-            name = ".".join(fields[place].key)
-            counts[name] = counts.get(name, 0) + ids.size
-        return read(ids, places)
-
-    monkeypatch.setattr(rb.storage, "read", counted)
-    return counts
-
-
-@pytest.mark.some(2)
-@pytest.mark.parametrize(
-    ("query", "counts"),
-    [
-        ("SELECT number, next.reward FROM transitions", {}),
-        ("SELECT count(*) FROM transitions", {}),
-        ("SELECT prompt FROM transitions WHERE number < 3", {"prompt": 3}),
-        ("SELECT next.text FROM transitions WHERE number = 7", {"next.text": 1}),
-        ("SELECT number FROM transitions WHERE prompt = 'prompt 1'", {"prompt": 40}),
-        ("SELECT len(tokens) FROM transitions WHERE _id > 30", {"tokens": 10}),
-    ],
-)
-def test_only_what_a_query_names_is_read(
-    monkeypatch: pytest.MonkeyPatch, query: str, counts: dict[str, int]
-) -> None:
-    rb = buffer()
-    found = reads(rb, monkeypatch)
-    rb.sql(query)
-    assert found == counts
 
 
 def test_queries_that_need_too_much_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,17 +209,3 @@ def test_ensembles_of_such_buffers() -> None:
     assert sample.batch_size == (2, 4)
     for part in sample.unbind(0):
         assert plain(part.exclude("index")) == expected(part)
-
-
-def test_rows_that_are_dropped_and_rings() -> None:
-    rb = buffer()
-    batch = rollouts(40, 10)
-    batch["collector"] = TensorDict({"mask": torch.arange(10) % 2 == 0}, [10])
-    storage = TypedMemory(7)
-    kept = type(rb)(storage=storage, batch_size=4)
-    assert (kept.extend(batch) == -1).sum() == 5
-    kept.extend(rollouts(60, 10).set("collector", batch["collector"]))
-    assert sorted(kept["number"].tolist()) == [46, 48, 60, 62, 64, 66, 68]
-    assert [plain(kept[n].unsqueeze(0))[0]["prompt"] for n in range(7)] == [
-        None if n % 5 == 4 else f"prompt {n % 7}" for n in kept["number"].tolist()
-    ]
