@@ -45,6 +45,7 @@ from expstore.storages.engine.open_settings import Settings
 from expstore.storages.engine.store import Store
 from expstore.storages.factory import ArrowStorage, ZarrStorage
 from expstore.storages.format.layout import ColumnLayout
+from expstore.testing.model import KEEP
 from expstore.writers.writers import TensorDictMaxValueWriter
 from tests.crash import ledger as facts
 from tests.crash.checks import (
@@ -186,7 +187,7 @@ def perform(rb: TensorDictReplayBuffer, state: Ledger, op: Op) -> None:
     elif op.kind == "flush":
         rb.flush()
     elif op.kind == "dumps":
-        rb.dumps(place_of(rb.storage.path), keep=facts.KEEP)
+        rb.dumps(place_of(rb.storage.path), keep=KEEP)
     elif op.kind == "loads":
         rb.loads(place_of(rb.storage.path))
     elif op.kind == "tick":

@@ -355,8 +355,8 @@ class Ledger(Model):
     def _note(self, number: int, info: Mapping[str, int | None]) -> None:
         """Merge annotations of an episode."""
         merged = {**self.episodes[number].info, **info}
-        merged = {name: value for name, value in merged.items() if value is not None}
-        self.episodes[number] = replace(self.episodes[number], info=merged)
+        stored = {name: value for name, value in merged.items() if value is not None}
+        self.episodes[number] = replace(self.episodes[number], info=stored)
 
     def _annotate(self, op: Op) -> None:
         self._note(op.episode, op.info or {})
