@@ -213,7 +213,7 @@ def _look(rb: Any) -> dict[str, Any]:
     kept = rb.storage
     ids = kept.window.ids()
     found = {
-        "ids": ids.tolist(), "last": int(kept.last), "len": len(rb), "written": int(rb.write_count),
+        "ids": ids.tolist(), "last": int(kept.last), "len": len(rb), "write_count": int(rb.write_count),
         "largest": float(kept.priorities.largest), "draw": int(kept.draws.number), "fields": {}, "rows": None,
     }  # fmt: skip
     if kept.schema is not None:

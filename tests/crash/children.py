@@ -45,6 +45,7 @@ from expstore.storages.engine.open_settings import Settings
 from expstore.storages.engine.store import Store
 from expstore.storages.factory import ArrowStorage, ZarrStorage
 from expstore.storages.format.layout import ColumnLayout
+from expstore.testing.model import KEEP
 from expstore.writers.writers import TensorDictMaxValueWriter
 from tests.crash import ledger as facts
 from tests.crash.checks import (
@@ -156,7 +157,8 @@ def new_ledger(spec: Spec) -> Ledger:
     )
     spare = spare_slots(spec.capacity, row_bytes + base.ROW_BYTES) if spec.spare is None else spec.spare
     # Maximum distance of deduplicated rows from their slots, plus a chunk.
-    return Ledger(spec, spare=spare, reach=8 + 4 if spec.packed and spec.capacity is not None else 0)
+    reach = 8 + 4 if spec.packed and spec.capacity is not None else 0
+    return Ledger(spec.capacity, spec=spec, spare=spare, reach=reach)
 
 
 def perform(rb: TensorDictReplayBuffer, state: Ledger, op: Op) -> None:
@@ -185,7 +187,7 @@ def perform(rb: TensorDictReplayBuffer, state: Ledger, op: Op) -> None:
     elif op.kind == "flush":
         rb.flush()
     elif op.kind == "dumps":
-        rb.dumps(place_of(rb.storage.path), keep=facts.KEEP)
+        rb.dumps(place_of(rb.storage.path), keep=KEEP)
     elif op.kind == "loads":
         rb.loads(place_of(rb.storage.path))
     elif op.kind == "tick":
@@ -271,7 +273,7 @@ def write_life(path: Path, state: Ledger, ops: Sequence[Op], pipe: int, disk: Di
     state = state.copy()
     with say.failures():
         rb = open_store(state.spec, path, disk, index=index)
-        state.max_priority = rb.storage.priorities.largest
+        state.largest = (rb.storage.priorities.largest,)
         say(f"open {rb.storage.priorities.largest!r}")
         state.reopen()
         for number, op in enumerate(ops):
@@ -327,7 +329,7 @@ def candidates(state: Ledger, op: Op | None) -> list[Ledger]:
         # Priorities of the call may be applied in part: they have no promise before a flush.
         if op.kind == "priority":
             late.priorities = done.priorities
-            late.max_priorities = done.max_priorities
+            late.largest = done.largest
     if op.kind == "sample" and state.spec.consume is not None and state.left.size:
         taking = state.next_sample(facts.SAMPLE).tolist()
         for either in found:
@@ -455,10 +457,10 @@ def matching(rb: TensorDictReplayBuffer, states: list[Ledger], *, cut: bool = Fa
     state.lost = frozenset(never - state.keys.keys())
     largest = rb.storage.priorities.largest
     expect(
-        float(np.float32(largest)) in [float(np.float32(p)) for p in state.max_priorities],
-        f"largest priority {largest}, expected one of {state.max_priorities}",
+        float(np.float32(largest)) in [float(np.float32(p)) for p in state.largest],
+        f"largest priority {largest}, expected one of {state.largest}",
     )
-    state.max_priority, state.max_priorities = largest, [largest]
+    state.largest = (largest,)
     return state
 
 
@@ -526,8 +528,7 @@ def outcome(lines: list[str], state: Ledger, ops: list[Op]) -> tuple[Ledger, Op 
         word, *rest = line.split(" ", 2)
         if word == "open":
             state.reopen()
-            state.max_priority = float(rest[0])
-            state.max_priorities = [state.max_priority]
+            state.largest = (float(rest[0]),)
             where = "between"
         elif word == "about":
             about = ops[int(rest[0])]

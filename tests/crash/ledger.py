@@ -1,16 +1,17 @@
 """The expected content of a store: rows that are functions of their id, and a ledger of operations.
 
 Used by harness.py on both sides of the pipe: the child runs the plan, and the parent computes the expected
-content from the same plan. This module never reads a store.
+content from the same plan. This module never reads a store. The ledger is the model of expstore.testing, with
+what plans need beside it.
 """
 
 from __future__ import annotations
 
-import copy
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -18,10 +19,10 @@ from numpy.typing import NDArray
 from tensordict import NonTensorStack, TensorDict
 
 from expstore.core.draws import Draws
+from expstore.testing.model import CUT, OPEN, Cell, Model, Stream
 
 Ints = NDArray[np.int64]
 
-OPEN, TERMINATED, TRUNCATED, CUT = range(4)
 SEED = 20_260_101
 #: Rows of a batch.
 SAMPLE = 32
@@ -179,90 +180,41 @@ def late_values(ids: Ints, version: int) -> Ints:
     return _mix(ids, np.full(ids.size, version, np.int64))
 
 
-_ARRAYS = ("version", "origin", "episode", "step")
-#: Number of snapshots that are kept.
-KEEP = 3
-
-
 # -- the ledger ------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Episode:
-    """Expected row of `SELECT * FROM episodes`."""
+class Ledger(Model):
+    """The state of a store from its users' view; rows are functions of the id that they were written with.
 
-    source: str
-    length: int = 0
-    ret: float | None = None  # None: no row had a reward
-    status: int = OPEN
-    last_id: int = 0
-    info: Mapping[str, int] = field(default_factory=dict)  # replaced, never changed: copies share it
+    A row's serial number is that id minus one.
+    """
 
-    def note(self, info: Mapping[str, int | None]) -> None:
-        """Merge annotations."""
-        merged = {**self.info, **info}
-        self.info = {name: value for name, value in merged.items() if value is not None}
-
-
-@dataclass
-class Ledger:
-    """The state of a store from its users' view."""
-
-    spec: Spec
+    spec: Spec = field(kw_only=True)
     spare: int = 0
     reach: int = 0
-    last: int = 0
-    retired: int = 0
-    write_count: int = 0
-    found: int = 0  # the same, when the store was last opened for a check
-    draw: int = 0
+    found: int = 0  # rows written, when the store was last opened for a check
     noted_draw: int = 0  # in the newest record that survives a power cut
-    handle: int = 0  # number of openings; unnamed sources belong to one
-    max_priority: float = 1.0
-    next_episode: int = 1
     offered: int = 0  # rows that were offered to a store that keeps the best
-    open: dict[str, int] = field(default_factory=dict)
     written: set[str] = field(default_factory=set)  # named streams that this session has written or adopted
-    # By named stream: the episodes that its newest session left open, by name of the lane.
-    adoptable: dict[str, dict[str, int]] = field(default_factory=dict)
-    episodes: dict[int, Episode] = field(default_factory=dict)
-    version: Ints = field(default_factory=lambda: np.zeros(1, np.int64))
-    origin: Ints = field(default_factory=lambda: np.zeros(1, np.int64))  # the id that a row was written with
-    episode: Ints = field(default_factory=lambda: np.zeros(1, np.int64))
-    step: Ints = field(default_factory=lambda: np.zeros(1, np.int64))
-    # Possible priorities of a row after a kill: the value that was last written to disk, or a later one.
-    priorities: dict[int, list[float]] = field(default_factory=dict)
-    max_priorities: list[float] = field(default_factory=lambda: [1.0])
+    # By named stream: the episodes that its newest session left open.
+    adoptable: dict[str, dict[Stream, int]] = field(default_factory=dict)
     # Possible sample counts of a row after a power cut, as for priorities; after a kill only the last one.
-    sampled: dict[int, list[int]] = field(default_factory=dict)
+    sampled: dict[int, tuple[int, ...]] = field(default_factory=dict)
     taking: Collection[int] = ()  # rows of a batch under way: perhaps counted already
-    versions: dict[int, Ledger] = field(default_factory=dict)  # snapshots by number
-    # Added fields: the value of later rows, and of each row.
-    late: dict[str, tuple[int, Ints]] = field(default_factory=dict)
     keys: dict[str, tuple[int, int]] = field(default_factory=dict)  # key -> first id, rows; in their order
     lost: frozenset[str] = frozenset()  # keys of writes that were never made, or were lost in a power cut
 
-    def copy(self) -> Ledger:
+    def copy(self) -> Self:
         """Return an independent copy of the ledger."""
-        twin = copy.copy(self)
-        twin.open, twin.written = dict(self.open), set(self.written)
-        twin.adoptable = dict(self.adoptable)
-        twin.episodes = {number: copy.copy(held) for number, held in self.episodes.items()}
-        twin.priorities = {i: held.copy() for i, held in self.priorities.items()}
-        twin.sampled = {i: held.copy() for i, held in self.sampled.items()}
-        twin.max_priorities = self.max_priorities.copy()
-        twin.versions, twin.keys = dict(self.versions), dict(self.keys)
-        twin.late = {name: (default, held.copy()) for name, (default, held) in self.late.items()}
-        for name in _ARRAYS:
-            setattr(twin, name, getattr(self, name).copy())
+        twin = super().copy()
+        twin.written, twin.adoptable = set(self.written), dict(self.adoptable)
+        twin.sampled, twin.keys = dict(self.sampled), dict(self.keys)
         return twin
 
     @property
     def low(self) -> int:
-        low = self.retired
-        if self.spec.capacity is not None:
-            low = max(low, self.last - self.spec.capacity)
-        return low
+        return next(iter(self.rows)) - 1 if self.rows else self.last
 
     @property
     def slots(self) -> int:
@@ -271,32 +223,33 @@ class Ledger:
 
     @property
     def ids(self) -> Ints:
-        return np.arange(self.low + 1, self.last + 1, dtype=np.int64)
+        return np.array(list(self.rows), np.int64)
 
     @property
     def left(self) -> Ints:
         """The rows that can still be sampled."""
         limit = self.spec.consume
-        ids = self.ids
         if limit is None:
-            return ids
-        return ids[[self.sampled[i][-1] < limit for i in ids.tolist()]] if ids.size else ids
+            return self.ids
+        return np.array([i for i in self.rows if self.sampled[i][-1] < limit], np.int64)
 
-    def _grow(self, last: int) -> None:
-        for name in _ARRAYS:
-            old = getattr(self, name)
-            if old.size <= last:
-                new = np.zeros(max(2 * old.size, last + 1), np.int64)
-                new[: old.size] = old
-                setattr(self, name, new)
-        for name, (default, held) in self.late.items():
-            more = np.zeros(max(0, self.version.size - held.size), np.int64)
-            self.late[name] = default, np.append(held, more)
+    def column(self, name: str, ids: Ints) -> Ints:
+        """Return a column of readable rows: "version", "origin", "episode", "step" or an added field."""
+        if name in self.late:
+            values = self.late[name][1]
+            return np.array([values[i] for i in ids.tolist()], np.int64)
+        attribute = "serial" if name == "origin" else name
+        found = np.array([getattr(self.rows[i], attribute) for i in ids.tolist()], np.int64)
+        return found + 1 if name == "origin" else found
 
-    def _set_late(self, ids: Ints) -> None:
-        """Set the defaults of added fields in new rows."""
-        for default, held in self.late.values():
-            held[ids] = default
+    def fields(self, ids: Ints) -> dict[tuple[str, ...], np.ndarray]:
+        """Return all fields of fixed size of readable rows."""
+        found = values(self.spec, self.column("origin", ids), self.column("version", ids))
+        return found | {tuple(name.split(".")): self.column(name, ids) for name in self.late}
+
+    def ragged_fields(self, ids: Ints) -> dict[str, list[Any]]:
+        """Return the variable-length fields of readable rows."""
+        return ragged_values(self.column("origin", ids)) if self.spec.ragged else {}
 
     def apply(self, op: Op) -> None:
         """Apply one call that returned."""
@@ -313,7 +266,8 @@ class Ledger:
         assert spec.capacity is not None
         origins = self.offered + 1 + np.arange(op.count)
         offered = ranks(spec, origins, np.zeros_like(origins)).tolist()
-        held = dict(zip(stored.tolist(), ranks(spec, self.origin[stored], self.version[stored]), strict=True))
+        ranked = ranks(spec, self.column("origin", stored), self.column("version", stored))
+        held = dict(zip(stored.tolist(), ranked, strict=True))
         owner: dict[int, int] = {}
         for row, rank in enumerate(offered):
             i = self.last + 1 + row
@@ -331,30 +285,21 @@ class Ledger:
     def _best(self, op: Op, *, displace: bool = True) -> None:
         given, appended, winners = self.place_best(op)
         if appended.size:
-            ids = given[appended]
-            self._grow(int(ids[-1]))
-            name = f"@{self.handle}" if op.source is None else op.source
             if op.source is not None:
                 self.written.add(op.source)
-            if name not in self.open:
-                self.open[name] = self.next_episode
-                self.episodes[self.next_episode] = Episode(name)
-                self.next_episode += 1
-            held = self.episodes[self.open[name]]
-            self.episode[ids], self.step[ids] = self.open[name], held.length + np.arange(ids.size)
-            held.length, held.last_id = held.length + ids.size, int(ids[-1])
-            self.last, self.noted_draw = int(ids[-1]), self.draw
-        rows = np.concatenate([appended, winners]) if displace else appended
-        ids = given[rows]
-        self.origin[ids], self.version[ids] = self.offered + 1 + rows, 0
-        self._set_late(ids)
-        self.write_count += rows.size
-        for i in ids.tolist():
-            self.priorities[i] = [self.max_priority]
-            self.sampled[i] = [0]
+            self.extend([Cell()] * appended.size, op.source)
+            self.noted_draw = self.draw
+        winners = winners if displace else winners[:0]
+        self.write_count += winners.size
+        for row in [*appended.tolist(), *winners.tolist()]:
+            i = int(given[row])
+            self.rows[i] = replace(self.rows[i], serial=self.offered + row, version=0)
+            self.priorities[i], self.sampled[i] = self.largest[-1:], (0,)
+            for default, column in self.late.values():
+                column[i] = default
         self.offered += op.count
 
-    def half_best(self, op: Op) -> Ledger | None:
+    def half_best(self, op: Op) -> Self | None:
         """Return the state between an extend's appends and replacements; None if it has only one."""
         if op.kind != "extend" or not self.spec.best:
             return None
@@ -373,65 +318,53 @@ class Ledger:
         through = min(self.last, self.last + op.count - capacity - self.spare)
         if through <= self.low:
             return False
-        self.retired = through
+        self.forget([i for i in self.rows if i <= through])
         return True
 
     def _extend(self, op: Op) -> None:
         if self.spec.best:
             self._best(op)
             return
-        ids = np.arange(self.last + 1, self.last + op.count + 1, dtype=np.int64)
         if op.source is not None:
             self.written.add(op.source)
         if op.key is not None:
             self.keys[op.key] = self.last + 1, op.count
         self.retire_for(op)
-        self._grow(int(ids[-1]))
-        self.origin[ids] = ids
-        self._set_late(ids)
-        terminated, truncated = _ends(ids)
-        rewards = _rewards(ids, np.zeros_like(ids))
-        if self.spec.lean:  # "done" alone marks an end
-            terminated, truncated = terminated | truncated, np.zeros_like(truncated)
+        self.serial, self.noted_draw = self.last, self.draw
         steps = op.count // op.lanes
-        for lane in range(op.lanes):
-            name = f"@{self.handle}" if op.source is None else op.source
-            name = f"{name}//{lane}" if lane else name
-            rows = (
-                range(lane, op.count, op.lanes) if op.time_first else range(lane * steps, (lane + 1) * steps)
-            )
-            for row in rows:
-                number = self.open.get(name)
-                if number is None:
-                    number = self.open[name] = self.next_episode
-                    self.next_episode += 1
-                    self.episodes[number] = Episode(name)
-                held, i = self.episodes[number], int(ids[row])
-                self.episode[i], self.step[i] = number, held.length
-                held.length += 1
-                if not self.spec.lean:  # otherwise there are no rewards
-                    held.ret = (held.ret or 0.0) + float(rewards[row])
-                held.last_id = i
-                if terminated[row] or truncated[row]:
-                    held.status = TERMINATED if terminated[row] else TRUNCATED
-                    del self.open[name]
+        lanes = [
+            range(lane, op.count, op.lanes) if op.time_first else range(lane * steps, (lane + 1) * steps)
+            for lane in range(op.lanes)
+        ]
+        new = self.extend(self._cells(op.count), op.source, lanes=lanes)
         if op.info:
-            for number in np.unique(self.episode[ids]).tolist():
-                self.episodes[number].note(op.info)
-        self.last += op.count
-        self.write_count += op.count
-        self.noted_draw = self.draw
-        for i in ids.tolist():
-            self.priorities[i] = [self.max_priority]
-            self.sampled[i] = [0]
+            for number in {row.episode for row in new}:
+                self._note(number, op.info)
+        self.sampled |= {row.id: (0,) for row in new}
+
+    def _cells(self, count: int) -> list[Cell]:
+        """Return the ends and rewards of the next rows."""
+        ids = np.arange(self.last + 1, self.last + count + 1, dtype=np.int64)
+        terminated, truncated = _ends(ids)
+        if self.spec.lean:  # "done" alone marks an end, and there are no rewards
+            return [Cell(0, "t" if end else "") for end in terminated | truncated]
+        marks = np.select([terminated, truncated], ["t", "T"], "").tolist()
+        rewards = _rewards(ids, np.zeros_like(ids)).tolist()
+        return [Cell(0, *end) for end in zip(marks, rewards, strict=True)]
+
+    def _note(self, number: int, info: Mapping[str, int | None]) -> None:
+        """Merge annotations of an episode."""
+        merged = {**self.episodes[number].info, **info}
+        stored = {name: value for name, value in merged.items() if value is not None}
+        self.episodes[number] = replace(self.episodes[number], info=stored)
 
     def _annotate(self, op: Op) -> None:
-        self.episodes[op.episode].note(op.info or {})
+        self._note(op.episode, op.info or {})
 
     def _end(self, op: Op) -> None:
         """End the open episodes of a named stream, or of all streams."""
-        for name in [one for one in self.open if op.source in (None, one.partition("//")[0])]:
-            self.episodes[self.open.pop(name)].status = CUT
+        for stream in [one for one in self.open if op.source in (None, one[0])]:
+            self._set_status(self.open.pop(stream), CUT)
 
     def _resume(self, op: Op) -> None:
         """Adopt the episodes that a stream's newest session left open, before the stream's first row."""
@@ -441,21 +374,25 @@ class Ledger:
             self.written.add(source)
             self.open |= self.adoptable[source]
             for number in self.adoptable[source].values():
-                self.episodes[number].status = OPEN
+                self._set_status(number, OPEN)
+
+    def _set_status(self, number: int, status: int) -> None:
+        self.episodes[number] = replace(self.episodes[number], status=status)
 
     def _change(self, op: Op) -> None:
-        self.version[op.ids] = op.version
-        self.origin[op.ids] = op.ids
+        assert op.ids is not None
+        for i in op.ids.tolist():
+            self.rows[i] = replace(self.rows[i], serial=i - 1, version=op.version)
 
     def _add(self, op: Op) -> None:
         """Add a field; rows may be written while its values are computed."""
         if op.count:
             self._extend(Op("extend", count=op.count))
-        held, ids = np.zeros_like(self.version), self.ids
-        held[ids] = op.version if op.fill else late_values(ids, op.version)
-        self.late[str(op.source)] = op.version, held
+        ids = self.ids
+        column = [op.version] * ids.size if op.fill else late_values(ids, op.version).tolist()
+        self.late[str(op.source)] = op.version, dict(zip(self.rows, column, strict=True))
 
-    def half_add(self, op: Op) -> Ledger | None:
+    def half_add(self, op: Op) -> Self | None:
         """Return the state with these rows and without the field; None if no rows are written."""
         if op.kind != "add" or not op.count:
             return None
@@ -464,37 +401,32 @@ class Ledger:
         return half
 
     def _drop(self, op: Op) -> None:
-        del self.late[str(op.source)]
+        self.drop_column(str(op.source))
 
     def _empty(self, op: Op) -> None:
-        self.end_episodes()
-        if self.ids.size:
-            capacity = self.spec.capacity
-            self.last = self.last if capacity is None else -(-self.last // capacity) * capacity
-            self.retired = self.last
+        self.adoptable = {source: {} for source in self.adoptable}
+        self.empty()
 
     def _priority(self, op: Op) -> None:
         assert op.ids is not None
         assert op.priorities is not None
-        for i, value in zip(op.ids.tolist(), op.priorities.tolist(), strict=True):
-            self.priorities[i].append(value)
-        self.max_priority = max(self.max_priority, float(op.priorities.max()))
-        self.max_priorities.append(self.max_priority)
+        self.set_priorities(dict(zip(op.ids.tolist(), op.priorities.tolist(), strict=True)))
 
     def _sample(self, op: Op) -> None:
         if not self.left.size:
             return
         if self.spec.consume is not None:
             for i in self.next_sample(SAMPLE).tolist():
-                self.sampled[i].append(self.sampled[i][-1] + 1)
+                self.sampled[i] = (*self.sampled[i], self.sampled[i][-1] + 1)
         self.draw += 1
 
     def _flush(self, op: Op) -> None:
-        low = self.low
-        self.priorities = {i: held[-1:] for i, held in self.priorities.items() if i > low}
-        self.sampled = {i: held[-1:] for i, held in self.sampled.items() if i > low}
-        self.max_priorities = [self.max_priority]
+        self.settle()
         self.noted_draw = self.draw
+
+    def settle(self, *, largest: bool = True) -> None:
+        super().settle(largest=largest)
+        self.sampled = {i: self.sampled[i][-1:] for i in self.rows}
 
     def _sql(self, op: Op) -> None:
         pass
@@ -503,68 +435,32 @@ class Ledger:
         """Do the periodic work of the background thread."""
 
     def _dumps(self, op: Op) -> None:
-        kept = self.copy()
-        kept.versions = {}
-        kept.priorities = {i: held[-1:] for i, held in self.priorities.items()}
-        kept.sampled = {i: held[-1:] for i, held in self.sampled.items()}
-        kept.max_priorities = [self.max_priority]
-        number = max(self.versions, default=0) + 1
-        self.versions = dict([*self.versions.items(), (number, kept)][-KEEP:])
+        self.dumps()
 
     def _loads(self, op: Op) -> None:
         """Load the newest snapshot: its rows and episodes get numbers above all earlier ones."""
-        kept = self.versions[max(self.versions)].copy()
-        capacity = self.spec.capacity
-        low, former = kept.low, self.last
-        shift = max(former, kept.last) - low
+        number = max(self.versions)
+        kept, capacity = self.versions[number], self.spec.capacity
+        shift = max(self.last, kept.last) - kept.low
         if capacity is not None:
-            if former:
-                shift = max(shift, former + self.slots - kept.last)
+            if self.last:
+                shift = max(shift, self.last + self.slots - kept.last)
             step = math.lcm(capacity, self.slots)
             shift = -(-shift // step) * step
-        episodes = max(self.next_episode, kept.next_episode) - 1
-        ids = kept.ids
-        old = {name: getattr(kept, name)[ids] for name in _ARRAYS}
-        kept._grow(kept.last + shift)
-        for name in _ARRAYS:
-            getattr(kept, name)[ids + shift] = old[name]
-        for _, held in kept.late.values():
-            held[ids + shift] = held[ids]
-        kept.episode[ids + shift] += episodes
-        kept.priorities = {i + shift: kept.priorities[i] for i in ids.tolist()}
-        kept.sampled = {i + shift: kept.sampled[i] for i in ids.tolist()}
-        for held in kept.episodes.values():
-            held.last_id += shift
-        kept.episodes = {n + episodes: held for n, held in kept.episodes.items()}
-        kept.open = {name: n + episodes for name, n in kept.open.items()}
-        kept.last += shift
-        kept.retired = low + shift
-        kept.next_episode += episodes
-        kept.noted_draw = kept.draw
-        kept.handle, kept.offered = self.handle, self.offered
-        kept.keys, kept.lost = self.keys, self.lost
-        kept.versions = self.versions
-        kept.reopen()
-        vars(self).update(vars(kept))
+        loaded = self.loads(number, kept.last + shift)
+        loaded.sampled = {i + shift: counts for i, counts in kept.sampled.items()}
+        loaded.noted_draw = loaded.draw
+        loaded.offered, loaded.keys, loaded.lost = self.offered, self.keys, self.lost
+        vars(self).update(vars(loaded))
 
     def reopen(self) -> None:
-        """Begin a session: cut the open episodes of the previous one."""
-        self.handle += 1
+        """Begin a session: cut the open episodes of the previous one, which can be adopted."""
         for source in self.written:
             self.adoptable[source] = {
-                name: number for name, number in self.open.items() if name.partition("//")[0] == source
+                stream: number for stream, number in self.open.items() if stream[0] == source
             }
         self.written = set()
-        for number in self.open.values():
-            self.episodes[number].status = CUT
-        self.open.clear()
-
-    def end_episodes(self) -> None:
-        """End all open episodes permanently: they cannot be adopted."""
-        self.adoptable = {source: {} for source in self.adoptable}
-        for number in self.open.values():
-            self.episodes[number].status = CUT
-        self.open.clear()
+        super().reopen()
 
     def next_sample(self, size: int) -> Ints:
         """Return the ids of the next batch by the documented algorithm: Philox, draw by draw."""
@@ -578,8 +474,7 @@ class Ledger:
 
     def live_rows(self) -> dict[int, int]:
         """Return episode -> readable rows."""
-        numbers, counts = np.unique(self.episode[self.ids], return_counts=True)
-        return dict(zip(numbers.tolist(), counts.tolist(), strict=True))
+        return dict(Counter(row.episode for row in self.rows.values()))
 
 
 # -- the plan --------------------------------------------------------------------------------------------
@@ -608,10 +503,10 @@ def _next(state: Ledger, rng: np.random.Generator, weights: Mapping[str, float])
     if kind == "change":
         some = ids[rng.random(ids.size) < rng.choice([0.01, 0.2])]
         some = some if some.size else ids[-1:]
-        return Op("change", ids=some, version=int(state.version.max()) + 1)
+        return Op("change", ids=some, version=max(row.version for row in state.rows.values()) + 1)
     if kind == "priority":
         some = rng.choice(ids, min(ids.size, 50), replace=False)
-        drawn = np.round(rng.random(some.size) * state.max_priority * 1.2, 3).astype(np.float32)
+        drawn = np.round(rng.random(some.size) * state.largest[-1] * 1.2, 3).astype(np.float32)
         return Op("priority", ids=some, priorities=drawn)
     if kind == "annotate":
         newest = list(state.open.values()) if rng.random() < 0.5 else []

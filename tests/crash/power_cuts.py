@@ -199,8 +199,7 @@ def _live(job: Job, disk: RecordingDisk, taken: Taken) -> None:
     kept = rb.storage
     state = matching(rb, job.states, cut=True)
     state.versions = check_versions(place_of(kept.path), job.need, job.known, current=job.current)
-    state.max_priority = kept.priorities.largest
-    state.max_priorities = [state.max_priority]
+    state.largest = (kept.priorities.largest,)
     taken.found = state.copy()
     done = 0
     checkpoint = kept.checkpoints._checkpoint
@@ -339,11 +338,11 @@ class _History:
             for then in states:
                 for i, held in getattr(then, name).items():
                     ahead.setdefault(i, set()).update(held)
-                setattr(then, name, {i: sorted(ahead[i]) for i in getattr(then, name)})
+                setattr(then, name, {i: tuple(sorted(ahead[i])) for i in getattr(then, name)})
         largest: set[float] = set()
         for then in states:
-            largest.update(then.max_priorities)
-            then.max_priorities = sorted(largest)
+            largest.update(then.largest)
+            then.largest = tuple(sorted(largest))
         return states
 
     def versions(self) -> tuple[list[int], dict[int, Ledger]]:

@@ -458,7 +458,7 @@ def test_half_a_change_is_never_read(tmp_path: Path, name: str) -> None:
 
 def _shows(rb: TensorDictReplayBuffer, state: Ledger) -> bool:
     """Return whether all rows match the ledger, viewed and gathered."""
-    wanted = facts.values(state.spec, state.origin[state.ids], state.version[state.ids])
+    wanted = state.fields(state.ids)
     taken = rb[torch.from_numpy((state.ids - 1) % state.spec.capacity)]
     try:
         check_rows(rb, state.copy())

@@ -13,7 +13,6 @@ import queue
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,15 +106,17 @@ def read(path: Path, *expected: tuple[int, str]) -> None:
 # -- openings --------------------------------------------------------------------------------------
 
 
-def restart(path: Path, source: str | None = "robot") -> None:
-    with opened(path) as rb:
-        rb.extend(rows(0, 4), source=source)
-    with opened(path) as rb:
-        check(rb, (4, "cut"))
-        rb.extend(rows(100, 3), source=source)
-        rb.extend(rows(103, 2), source=source)
-        check(rb, (4, "cut"), (5, "open"))
-    read(path, (4, "cut"), (5, "cut"))
+def restart(path: Path) -> None:
+    for source in ("robot", None):
+        folder = path / str(source)
+        with opened(folder) as rb:
+            rb.extend(rows(0, 4), source=source)
+        with opened(folder) as rb:
+            check(rb, (4, "cut"))
+            rb.extend(rows(100, 3), source=source)
+            rb.extend(rows(103, 2), source=source)
+            check(rb, (4, "cut"), (5, "open"))
+        read(folder, (4, "cut"), (5, "cut"))
 
 
 def kill(path: Path) -> None:
@@ -170,19 +171,6 @@ def two_torchrl_collectors(path: Path) -> None:
         seen = rb[:]
         follows = seen["observation"][1:] == seen["next", "observation"][:-1]
         assert (~follows.all(-1)).nonzero().tolist() == [[29]]
-
-
-def two_gymnasium_collectors(path: Path) -> None:
-    import gymnasium
-
-    from expstore.collectors import Collector
-
-    with opened(path) as rb:
-        for seed in (1, 2):
-            env = gymnasium.make("CartPole-v1")
-            with Collector(env, None, rb, steps_per_lane=5, seed=seed) as collector:
-                collector.collect(5)
-        assert episodes(rb) == [(5, "cut"), (5, "open")]
 
 
 def restarted_inside(path: Path) -> None:
@@ -325,18 +313,21 @@ def store_of(server: Serving) -> Any:
     return server.app.state.stores.get("run")
 
 
-def two_clients(path: Path, source: str | None) -> None:
-    make(path)
-    with served(path) as server:
-        with client(server) as one, client(server) as two:
-            for at in range(0, 6, 3):
-                one.extend(rows(at, 3), source=source)
-                two.extend(rows(100 + at, 3), source=source)
-            check(store_of(server).rb, (6, "open"), (6, "open"))
-            one.close()
-            check(store_of(server).rb, (6, "cut"), (6, "open"))
-            two.extend(rows(106, 1), source=source)
-        check(store_of(server).rb, (6, "cut"), (7, "cut"))
+def two_clients(path: Path) -> None:
+    for source in ("robot", None):
+        folder = path / str(source)
+        folder.mkdir()
+        make(folder)
+        with served(folder) as server:
+            with client(server) as one, client(server) as two:
+                for at in range(0, 6, 3):
+                    one.extend(rows(at, 3), source=source)
+                    two.extend(rows(100 + at, 3), source=source)
+                check(store_of(server).rb, (6, "open"), (6, "open"))
+                one.close()
+                check(store_of(server).rb, (6, "cut"), (6, "open"))
+                two.extend(rows(106, 1), source=source)
+            check(store_of(server).rb, (6, "cut"), (7, "cut"))
 
 
 def restarted_server(path: Path) -> None:
@@ -431,7 +422,7 @@ def silence(path: Path) -> None:
         store = store_of(server)
         post(server, rows(0, 4), {"X-Session": "silent"})
         post(server, rows(50, 2), {"X-Session": "beating"})
-        for minute in range(1, 121):
+        for minute in (20, 40, 59, 60, 80, 120):
             clock.now = 60.0 * minute
             url = f"{server.url}/v1/stores/run/session"
             assert httpx.post(url, headers={"X-Session": "beating"}).status_code == 200
@@ -640,43 +631,14 @@ def drawn_where(path: Path) -> None:
         drawn(rb, cut=range(10))
 
 
-CASES: dict[str, Callable[[Path], None]] = {
-    "restart": restart,
-    "restart, unnamed": partial(restart, source=None),
-    "kill": kill,
-    "truncated": truncated,
-    "two collectors of TorchRL": two_torchrl_collectors,
-    "two collectors of gymnasium": two_gymnasium_collectors,
-    "restarted inside a session": restarted_inside,
-    "lanes 4 to 2": lanes,
-    "MultiStep": multi_step,
-    "empty": empty,
-    "loads": loads,
-    "load_state_dict": load_state_dict,
-    "load_state_dict in RAM": load_state_dict_in_ram,
-    "copied in RAM": copied_in_ram,
-    "merge": merged,
-    "resize": resized,
-    "two clients, unnamed": partial(two_clients, source=None),
-    "two clients, one name": partial(two_clients, source="robot"),
-    "server restarted": restarted_server,
-    "killed writer of clients": killed_writer_of_clients,
-    "server killed": killed_server,
-    "late retry": late_retry,
-    "two hours of silence": silence,
-    "silence counts from the start": silence_counts_from_the_start,
-    "fork": forked,
-    "resume": resume,
-    "resume, wrong": resume_wrong,
-    "resume, unchecked": resume_unchecked,
-    "resume of clients": resume_of_clients,
-    "ended by hand": ended_by_hand,
-    "ended, then killed": end_and_kill,
-    "session ended, then killed": end_session_and_kill,
-    "emptied, then killed": empty_and_kill,
-    "resumed, then killed": resume_and_kill,
-    "where": drawn_where,
-}
+CASES: list[Callable[[Path], None]] = [
+    *(restart, kill, truncated, two_torchrl_collectors, restarted_inside, lanes, multi_step),
+    *(empty, loads, load_state_dict, load_state_dict_in_ram, copied_in_ram, merged, resized),
+    *(two_clients, restarted_server, killed_writer_of_clients, killed_server),
+    *(late_retry, silence, silence_counts_from_the_start, forked),
+    *(resume, resume_wrong, resume_unchecked, resume_of_clients, ended_by_hand),
+    *(end_and_kill, end_session_and_kill, empty_and_kill, resume_and_kill, drawn_where),
+]
 
 
 @pytest.mark.guarantee(
@@ -687,10 +649,10 @@ CASES: dict[str, Callable[[Path], None]] = {
 @pytest.mark.slow
 @pytest.mark.index
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torchrl", "ignore::FutureWarning:torchrl")
-@pytest.mark.parametrize("case", CASES)
-def test_sessions(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_sessions(case: Callable[[Path], None], tmp_path: Path) -> None:
     """Episodes are those of one session, and each row follows the one before it."""
-    CASES[case](tmp_path)
+    case(tmp_path)
 
 
 def _cut_all(table: EpisodeTable, time: int, sequence: int) -> Any:
@@ -707,19 +669,19 @@ def _cut_none(table: EpisodeTable, time: int, sequence: int) -> Any:
 @pytest.mark.parametrize(
     ("mutant", "case"),
     [
-        (_cut_all, "server restarted"),
-        (_cut_all, "killed writer of clients"),
-        (_cut_none, "kill"),
-        (_cut_none, "killed writer of clients"),
+        (_cut_all, restarted_server),
+        (_cut_all, killed_writer_of_clients),
+        (_cut_none, kill),
+        (_cut_none, killed_writer_of_clients),
     ],
 )
 def test_a_wrong_opening_is_seen(
-    mutant: Any, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mutant: Any, case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An opening that cuts episodes of live clients too, or none at all, fails the test of sessions."""
     monkeypatch.setattr(EpisodeTable, "end_local", mutant)
     with pytest.raises(AssertionError):
-        CASES[case](tmp_path)
+        case(tmp_path)
 
 
 def _no_end(body: Any) -> Any:
@@ -738,20 +700,20 @@ def _resumed_as_it_was(body: Any) -> Any:
 @pytest.mark.parametrize(
     ("place", "mutant", "case"),
     [
-        ((End, "unpack"), _no_end, "ended, then killed"),
-        ((End, "unpack"), _no_end, "session ended, then killed"),
-        ((Resume, "unpack"), _no_resumption, "resumed, then killed"),
-        ((Resume, "unpack"), _resumed_as_it_was, "resumed, then killed"),
-        ((EpisodeTable, "end_episodes"), lambda table, sequence: [], "emptied, then killed"),
+        ((End, "unpack"), _no_end, end_and_kill),
+        ((End, "unpack"), _no_end, end_session_and_kill),
+        ((Resume, "unpack"), _no_resumption, resume_and_kill),
+        ((Resume, "unpack"), _resumed_as_it_was, resume_and_kill),
+        ((EpisodeTable, "end_episodes"), lambda table, sequence: [], empty_and_kill),
     ],
 )
 def test_a_record_that_is_not_folded_is_seen(
-    place: tuple[type, str], mutant: Any, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: tuple[type, str], mutant: Any, case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Recovery or a reader that passes over ends, adoptions or deletions fails the test of sessions."""
     monkeypatch.setattr(*place, mutant)
     with pytest.raises(AssertionError):
-        CASES[case](tmp_path)
+        case(tmp_path)
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 The public API runs in a process that may be killed at any file operation: an interrupted operation must be
 complete or absent, and everything else unchanged. A follower in another process reads along.
-buffer_process.py runs the operations, buffer_model.py has the expected state.
+tests/crash/buffer_process.py runs the operations, expstore/testing/model.py has the expected state.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from hypothesis import stateful
 from hypothesis import strategies as st
 
 from expstore.core.draws import Draws
-from expstore.testing.model import Cell, Row
-from tests.crash.buffer_model import KEEP, Truth
+from expstore.testing.model import KEEP, Cell, Model, Row
 from tests.crash.buffer_process import KINDS, SAMPLERS, SEED, Dead, Here, Host, fields_of
 
 pytestmark = pytest.mark.index
@@ -41,15 +40,15 @@ fatal = st.one_of(
 Fatal = tuple[int, float | None] | None
 #: What a batch says of its rows beside their fields.
 ADDED = {("id",), ("index",), ("priority_weight",)}
-#: What may be found: a truth, or what makes one of what is seen.
-MayBe = Truth | Callable[[dict[str, Any]], Truth]
+#: What may be found: a model, or a function that makes one of what is seen.
+MayBe = Model | Callable[[dict[str, Any]], Model]
 
 
 def same(found: object, wanted: object, what: str) -> None:
     assert found == wanted, f"{what}: {found}, expected {wanted}"
 
 
-def check(found: dict[str, Any], truth: Truth, kind: str, seen_by: str = "writer") -> None:
+def check(found: dict[str, Any], truth: Model, kind: str, seen_by: str = "writer") -> None:
     """Hold what is seen of a buffer against what should be there.
 
     Args:
@@ -59,9 +58,9 @@ def check(found: dict[str, Any], truth: Truth, kind: str, seen_by: str = "writer
         seen_by: "writer"; "follower", which counts its own draws, and may have older priorities; or whoever
             reads a "version".
     """
-    same(found["ids"], truth.ids, "ids")
+    same(found["ids"], [*truth.rows], "ids")
     if seen_by != "follower":
-        for name in ("last", "written", "draw")[: 3 if seen_by == "writer" else 2]:
+        for name in ("last", "write_count", "draw")[: 3 if seen_by == "writer" else 2]:
             same(found[name], getattr(truth, name), name)
         same(found["len"], len(truth.rows), "len")
         assert found["largest"] in np.float32(truth.largest), f"largest priority {found['largest']}"
@@ -72,7 +71,7 @@ def check(found: dict[str, Any], truth: Truth, kind: str, seen_by: str = "writer
     check_fields(found["fields"], ordered, truth, kind)
     if rows:
         ids, episodes, steps, priorities = found["rows"]
-        same(ids, truth.ids, "_row.id")
+        same(ids, [*truth.rows], "_row.id")
         same(episodes, [row.episode for row in rows], "_row.episode")
         same(steps, [row.step for row in rows], "_row.step")
         for id, value in zip(ids, priorities, strict=True):
@@ -85,7 +84,7 @@ def check(found: dict[str, Any], truth: Truth, kind: str, seen_by: str = "writer
         same(found["episodes"], told, "episodes")
 
 
-def check_fields(found: dict[Any, Any], rows: Sequence[Row], truth: Truth, kind: str) -> None:
+def check_fields(found: dict[Any, Any], rows: Sequence[Row], truth: Model, kind: str) -> None:
     """Hold rows as they were read against what was written, bit by bit."""
     wanted = fields_of(rows, kind) if rows else {}
     wanted |= {(name,): np.array([held[row.id] for row in rows]) for name, (_, held) in truth.late.items()}
@@ -112,13 +111,13 @@ class Life(stateful.RuleBasedStateMachine):
         self.note()
         self.at = self.folder / f"{next(self.numbers)}"
         self.at.mkdir()
-        self.truth, self.sampler = Truth(capacity), sampler
+        self.truth, self.sampler = Model(capacity), sampler
         if capacity is None and sampler == "prioritized":
             self.sampler = "random"  # it has a tree of so many rows
         self.host: Any = self.open()
         self.truth.handle = 1
         self.follower: Host | None = None
-        self.kills = self.trajectories = 0
+        self.kills = 0
 
     def open(self, **killed: Any) -> Any:
         host = Here if self.kind == "memory" else Host
@@ -137,8 +136,8 @@ class Life(stateful.RuleBasedStateMachine):
         except Dead:
             self.recover([after, self.truth])
             return None
-        assert isinstance(after, Truth) or name == "loads"
-        if isinstance(after, Truth):
+        assert isinstance(after, Model) or name == "loads"
+        if isinstance(after, Model):
             self.truth = after
         return found
 
@@ -158,11 +157,11 @@ class Life(stateful.RuleBasedStateMachine):
                 id: (value,) for id, value in zip(found["ids"], found["rows"][3], strict=True)
             }
 
-    def match(self, found: dict[str, Any], states: Sequence[MayBe], seen_by: str = "writer") -> Truth:
+    def match(self, found: dict[str, Any], states: Sequence[MayBe], seen_by: str = "writer") -> Model:
         wrong = []
         for state in states:
             try:
-                truth = (state if isinstance(state, Truth) else state(found)).copy()
+                truth = (state if isinstance(state, Model) else state(found)).copy()
                 if seen_by == "writer":
                     truth.reopen()
                 check(found, truth, self.kind, seen_by)
@@ -174,18 +173,17 @@ class Life(stateful.RuleBasedStateMachine):
 
     def take_versions(self, states: Sequence[MayBe]) -> None:
         """Take over which versions there are: all that were, perhaps one more instead of the oldest."""
-        told = [state for state in states if isinstance(state, Truth)]
+        told = [state for state in states if isinstance(state, Model)]
         known = {number: kept for state in told for number, kept in state.versions.items()}
         need = set.intersection(*(set(state.versions) for state in told))
         there = self.host.call("versions")
         assert need <= set(there) <= known.keys(), f"versions {there}, expected {need} of {[*known]}"
         self.truth.versions = {number: known[number] for number in there}
-        self.truth.number = max(there, default=0)
 
     @stateful.rule(cells=cells, source=sources, fatal=fatal)
     def extend(self, cells: list[Cell], source: str | None, fatal: Fatal) -> None:
         after = self.truth.copy()
-        rows = after.extend(self.named(cells), source)
+        rows = after.extend(after.name_cells(cells), source)
         given = self.act(fatal, after, "extend", rows, source)
         assert given in (None, [row.id for row in rows]), f"extend gave {given}"
 
@@ -196,22 +194,9 @@ class Life(stateful.RuleBasedStateMachine):
     @stateful.rule(source=sources, mark=st.sampled_from(["", "", "t", "T"]), fatal=fatal)
     def add(self, source: str | None, mark: str, fatal: Fatal) -> None:
         after = self.truth.copy()
-        (row,) = after.extend(self.named([Cell(0, mark)]), source)
+        (row,) = after.extend(after.name_cells([Cell(0, mark)]), source)
         given = self.act(fatal, after, "add", row, source)
         assert given in (None, after.index_of(row.id)), f"add gave {given}"
-
-    def named(self, cells: Sequence[Cell]) -> list[Cell]:
-        """Give trajectories that have ended no second life."""
-        found: list[Cell] = []
-        ended: set[int] = set()
-        for cell in cells:
-            if cell.trajectory in ended:
-                self.trajectories, ended = self.trajectories + 3, set()
-            found.append(Cell(self.trajectories + cell.trajectory, cell.mark))
-            if cell.mark:
-                ended.add(cell.trajectory)
-        self.trajectories += 3 if ended else 0
-        return found
 
     @stateful.precondition(lambda self: self.truth.rows and self.kind != "arrow")
     @stateful.rule(places=places, fatal=fatal)
@@ -237,13 +222,13 @@ class Life(stateful.RuleBasedStateMachine):
         values = {id: float(np.float32(value + n)) for n, id in enumerate(self.among(places))}
         values |= {max(self.truth.last + 1, 1): 3.0} if gone else {}
         after = self.truth.copy()
-        count = after.prioritise(values)
+        count = after.set_priorities(values)
         given = self.act(fatal, after, "prioritise", values)
         assert given in (None, count), f"{given} priorities set, expected {count}"
 
     def among(self, places: set[int]) -> list[int]:
         """Return some of the ids that can be read."""
-        ids = self.truth.ids
+        ids = [*self.truth.rows]
         return sorted({ids[place % len(ids)] for place in places})
 
     @stateful.precondition(lambda self: self.truth.rows)
@@ -255,12 +240,13 @@ class Life(stateful.RuleBasedStateMachine):
         if given is None:
             return
         ids, fields = given
-        assert set(ids) <= truth.rows.keys(), f"{ids} were drawn of {truth.ids}"
+        assert set(ids) <= truth.rows.keys(), f"{ids} were drawn of {[*truth.rows]}"
         rows = [truth.rows[id] for id in ids]
         check_fields(fields, rows, truth, self.kind)
-        if self.sampler == "random" and truth.ids == [*range(truth.ids[0], truth.last + 1)]:
+        first = next(iter(truth.rows))
+        if self.sampler == "random" and [*truth.rows] == [*range(first, truth.last + 1)]:
             generator = Draws(SEED).generator(truth.draw)
-            same(ids, generator.integers(truth.ids[0], truth.last + 1, len(ids)).tolist(), "the batch")
+            same(ids, generator.integers(first, truth.last + 1, len(ids)).tolist(), "the batch")
         if self.sampler == "without replacement" and len(rows) <= len(truth.rows):
             assert len({*ids}) >= len(ids) // 2, ids  # two passes may meet in one batch
         if self.sampler == "slices":
@@ -289,7 +275,7 @@ class Life(stateful.RuleBasedStateMachine):
         after.retain(least)
         self.act(fatal, after, "retain", least)
 
-    @stateful.precondition(lambda self: self.truth.last and self.truth.written)
+    @stateful.precondition(lambda self: self.truth.last and self.truth.write_count)
     @stateful.rule(
         name=st.sampled_from(["late", "other"]),
         value=st.integers(1, 9),
@@ -305,13 +291,13 @@ class Life(stateful.RuleBasedStateMachine):
             after.add_column(name, value, later=later)
             self.act(fatal, after, "add_column", name, value, later)
 
-    @stateful.precondition(lambda self: self.truth.written and self.kind != "memory")
+    @stateful.precondition(lambda self: self.truth.write_count and self.kind != "memory")
     @stateful.rule(fatal=fatal)
     def dumps(self, fatal: Fatal) -> None:
         after = self.truth.copy()
-        after.dumps()
+        number = after.dumps()
         given = self.act(fatal, after, "dumps", KEEP)
-        assert given in (None, after.number), f"version {given}, expected {after.number}"
+        assert given in (None, number), f"version {given}, expected {number}"
 
     @stateful.precondition(lambda self: self.truth.versions)
     @stateful.rule(which=st.integers(0, KEEP - 1), fatal=fatal)
@@ -325,14 +311,14 @@ class Life(stateful.RuleBasedStateMachine):
     @stateful.rule(fatal=fatal)
     def flush(self, fatal: Fatal) -> None:
         after = self.truth.copy()
-        after.settle(all_of_it=True)
+        after.settle()
         self.act(fatal, after, "flush")
 
     @stateful.precondition(lambda self: self.kind != "memory")
     @stateful.rule(fatal=fatal)
     def tick(self, fatal: Fatal) -> None:
         after = self.truth.copy()
-        after.settle(all_of_it=False)
+        after.settle(largest=False)
         self.act(fatal, after, "tick")
 
     # -- ends of processes ---------------------------------------------------------------------------
@@ -344,7 +330,7 @@ class Life(stateful.RuleBasedStateMachine):
         self.act(fatal, after, "close")
         if self.truth is not after:
             return  # killed
-        after.settle(all_of_it=True)
+        after.settle()
         self.host.end()
         self.host = self.open()
         after.reopen()
@@ -366,17 +352,17 @@ class Life(stateful.RuleBasedStateMachine):
 
     # -- looks ---------------------------------------------------------------------------------------
 
-    @stateful.precondition(lambda self: self.kind != "memory" and self.truth.written)
+    @stateful.precondition(lambda self: self.kind != "memory" and self.truth.write_count)
     @stateful.rule()
     def look_on(self) -> None:
         """Look through a follower, which sees what small extends wrote as soon as the background has."""
         if self.follower is None:
             self.follower = Host(self.at, self.kind, None, "random", "r")
         self.host.call("tick")
-        self.truth.settle(all_of_it=False)
+        self.truth.settle(largest=False)
         check(self.follower.call("follow"), self.truth, self.kind, "follower")
 
-    @stateful.precondition(lambda self: self.truth.written)
+    @stateful.precondition(lambda self: self.truth.write_count)
     @stateful.rule(fatal=fatal)
     def sql(self, fatal: Fatal) -> None:
         truth = self.truth
@@ -384,14 +370,8 @@ class Life(stateful.RuleBasedStateMachine):
         if given is None:
             return
         rows, episodes = given
-        same(rows, [(row.id, row.serial, row.episode, row.step) for row in truth.rows.values()], "SQL: rows")
-        live = [row.episode for row in truth.rows.values()]
-        words = ("open", "terminated", "truncated", "cut")
-        wanted = [
-            (number, held.source, held.length, words[held.status], live.count(number))
-            for number, held in sorted(truth.episodes.items())
-        ]
-        same(episodes, wanted, "SQL: episodes")
+        same(rows, truth.sql_rows(), "SQL: rows")
+        same(episodes, truth.sql_episodes(), "SQL: episodes")
 
     @stateful.invariant()
     def look(self) -> None:

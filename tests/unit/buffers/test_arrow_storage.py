@@ -89,14 +89,6 @@ def test_batches_and_what_comes_after_reopening(store_path: Path, sampler: Any) 
         assert plain(follower[7:9]) == plain(rollouts(7, 2))
 
 
-def test_draws_are_those_of_rows_in_ram(rb: TensorDictReplayBuffer) -> None:
-    from tests.support.variable_length import buffer
-
-    memory = buffer()
-    for _ in range(3):
-        assert rb.sample()["number"].tolist() == memory.sample()["number"].tolist()
-
-
 def test_samples_own_their_memory(rb: TensorDictReplayBuffer) -> None:
     before = plain(rb[:])
     for found in (

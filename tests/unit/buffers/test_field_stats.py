@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore import ListStorage, ReplayBuffer, TensorDictReplayBuffer
+from expstore import TensorDictReplayBuffer
 from expstore.buffers import field_stats
 from expstore.core.values import Array, IntArray
 from expstore.errors import NotReadyError, SchemaError, StateError
@@ -144,25 +144,3 @@ def test_a_store_without_rows_is_refused(tmp_path: Path) -> None:
             rb.columns.stats()
     with pytest.raises(StateError, match="closed"):
         rb.columns.stats()
-
-
-def test_objects_have_no_statistics() -> None:
-    rb = ReplayBuffer(storage=ListStorage(10))
-    rb.extend([object(), object()])
-    assert rb.columns.stats() == {}
-
-
-def test_values_that_changed_are_read_again(ring: TensorDictReplayBuffer) -> None:
-    ring.set_at_("number", torch.tensor([-5, -6]), torch.tensor([500, 501]))
-    assert ring.columns.stats(fields=["number"])["number"].min == -6
-    ring.extend(rows(10, start=1000))
-    assert ring.columns.stats(fields=["number"])["number"].max == 1009
-
-
-def test_observations_are_normalised(ring: TensorDictReplayBuffer) -> None:
-    found = ring.columns.stats(fields=["observation"])["observation"]
-    mean, std = (torch.from_numpy(part).float() for part in (found.mean, found.std + 1e-6))
-    ring.append_transform(lambda batch: batch.set("observation", (batch["observation"] - mean) / std))
-    batch = ring.sample(1000)["observation"]
-    assert batch.dtype == torch.float32
-    assert batch.abs().max() < 1.8

@@ -143,17 +143,6 @@ def test_no_row_that_was_overwritten_goes_out() -> None:
     rb.close()
 
 
-def test_rows_that_stay_are_not_drawn_again() -> None:
-    sampler = Watched()
-    rb = TensorDictReplayBuffer(storage=MemoryStorage(1000), sampler=sampler, batch_size=SIZE, prefetch=2)
-    rb.extend(numbered_rows(500))
-    for cycle in range(20):
-        rb.sample()
-        rb.extend(numbered_rows(10, 1000 + cycle * 10))
-    rb.close()
-    assert len(sampler.made) <= 22
-
-
 def test_a_change_is_in_the_next_batch() -> None:
     rb = in_memory(4, capacity=64)
     rb.extend(numbered_rows(64))
@@ -205,20 +194,6 @@ def test_no_row_that_has_become_too_stale() -> None:
         sampler.consumer_version = version
         assert set(rb.sample()["policy_version"].tolist()) == {version}
     rb.close()
-
-
-def test_a_growing_store_restarts_its_pass() -> None:
-    found = []
-    for ahead in (0, 3):
-        rb = in_memory(ahead, "without")
-        rb.extend(numbered_rows(50))
-        batches = []
-        for cycle in range(10):
-            batches += drawn(rb, 2)
-            rb.extend(numbered_rows(7, 100 + 10 * cycle))
-        found.append(batches)
-        rb.close()
-    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -360,13 +335,11 @@ def test_a_batch_that_failed_in_prefetching_is_drawn_on_request() -> None:
 
 
 def test_closing_ends_the_thread(store_path: Path) -> None:
-    before = threading.active_count()
     rb = expstore.open(store_path, batch_size=SIZE, batches=expstore.Batches(prefetch=2))
     rb.extend(numbered_rows(100))
     rb.sample()
     rb.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("expstore-prefetch")]
-    assert threading.active_count() <= before + 1  # the pool that compiled code is loaded in
     with pytest.raises(StateError, match="closed"):
         rb.sample()
     rb.close()
@@ -415,15 +388,6 @@ def test_impossible_settings_are_refused(store_path: Path) -> None:
         with pytest.raises(ValueError, match="pin_memory=True needs an accelerator"):
             expstore.open(store_path, batches=expstore.Batches(pin_memory=True))
     assert not store_path.exists()
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_batches_arrive_on_the_device(prefetch: int) -> None:
-    rb = in_memory(prefetch, device="meta")
-    rb.extend(numbered_rows(100))
-    batch, info = rb.sample(return_info=True)
-    assert batch.device == info["index"].device == torch.device("meta")
-    rb.close()
 
 
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")

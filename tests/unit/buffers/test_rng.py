@@ -51,15 +51,6 @@ def test_rows_of_a_batch_and_of_neighbouring_draws_are_independent() -> None:
         assert abs(np.corrcoef(one, other)[0, 1]) < 0.015
 
 
-def test_with_replacement() -> None:
-    ids = draw(7, 0, size=5000, last=10)
-    assert set(ids.tolist()) == set(range(1, 11))
-
-
-def test_one_row_is_drawn_every_time() -> None:
-    assert set(draw(7, 0, low=41, last=42).tolist()) == {42}
-
-
 def test_a_draw_depends_on_seed_draw_and_redraw_only() -> None:
     expected = draw(3, 17)
     draws = Draws(3)

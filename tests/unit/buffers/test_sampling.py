@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +25,7 @@ from expstore import (
 from expstore.errors import StateError
 from expstore.samplers.base import Sampler
 from tests.support.batches import numbered_rows
-from tests.support.forks import collect_from_child
+from tests.support.forks import collect_from_child, in_child
 
 SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "random": RandomSampler,
@@ -60,17 +58,6 @@ def open_with(path: Path, sampler: str, seed: int | None = 3) -> TensorDictRepla
         sampler=SAMPLERS[sampler](),
         batches=expstore.Batches(generator=generator),
     )
-
-
-def in_child(work: Callable[[], None]) -> None:
-    """Run in a forked child that is killed at the end of its work."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-        finally:
-            os.kill(os.getpid(), signal.SIGKILL)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(
@@ -117,26 +104,19 @@ def test_a_field_that_is_added_during_a_draw_costs_no_rows(store_path: Path, sam
 # A generator of the user's own.
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_equal_generators_draw_equal_batches(sampler: str) -> None:
     found = []
-    for seed in (3, 3, 4):
-        storage = MemoryStorage(1000, seed=seed)
+    for number, seed in enumerate((3, 3, 4)):
+        storage = MemoryStorage(1000, seed=number)  # it does not matter beside a generator
         rb = TensorDictReplayBuffer(storage=storage, sampler=SAMPLERS[sampler](), generator=given(seed))
         fill(rb)
         found.append(drawn(rb, 10))
     assert found[0] == found[1] != found[2]
 
 
-def test_the_seed_does_not_matter_then() -> None:
-    found = []
-    for seed in (1, 2):
-        rb = TensorDictReplayBuffer(storage=MemoryStorage(1000, seed=seed), generator=given())
-        fill(rb)
-        found.append(drawn(rb, 10))
-    assert found[0] == found[1]
-
-
+@pytest.mark.some(3)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_seeding_again_starts_over(sampler: str) -> None:
     generator = given()
@@ -200,7 +180,7 @@ def test_draws_continue_after_a_restart(store_path: Path, sampler: str, end: str
     if end == "close":
         work(store_path).close()
     else:
-        in_child(lambda: work(store_path) and None)
+        in_child(lambda: work(store_path))
     with open_with(store_path, sampler, seed=None) as rb:
         assert drawn(rb, 50) == wanted
 
@@ -234,16 +214,6 @@ def test_an_opening_draws_by_the_generator_as_it_is(store_path: Path) -> None:
         assert drawn(rb, 5) == first
 
 
-def test_a_generator_of_another_kind_is_refused(store_path: Path) -> None:
-    with open_with(store_path, "random") as rb:
-        fill(rb)
-        rb.storage.draws.watch(None)
-        rb.storage.draws.randomness = (5, bytes(16))
-        rb.dumps(store_path.with_suffix(".versions"))
-    with open_with(store_path, "random") as rb, pytest.raises(StateError, match="another kind of generator"):
-        rb.loads(store_path.with_suffix(".versions"))
-
-
 def test_copies_draw_batches_of_their_own(store_path: Path) -> None:
     import pickle
 
@@ -257,19 +227,6 @@ def test_copies_draw_batches_of_their_own(store_path: Path) -> None:
 
 # ---------------------------------------------------------------------------------------------------
 # state_dict.
-
-
-@pytest.mark.some(2)
-@pytest.mark.parametrize("seed", [None, 3])
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_state_dict_goes_back(store_path: Path, sampler: str, seed: int | None) -> None:
-    with open_with(store_path, sampler, seed) as rb:
-        fill(rb)
-        drawn(rb, 3)
-        torch.save(rb.state_dict(), store_path.with_suffix(".pt"))
-        wanted = drawn(rb, 20)
-        rb.load_state_dict(torch.load(store_path.with_suffix(".pt")))
-        assert drawn(rb, 20) == wanted
 
 
 @pytest.mark.some(2)

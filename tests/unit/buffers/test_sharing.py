@@ -86,24 +86,6 @@ def test_a_worker_fixes_the_fields_and_extends(
     assert worker.sample(32)["id"].max() <= 400
 
 
-def test_indices_and_ids_are_those_of_the_ring(
-    rb: TensorDictReplayBuffer, worker: TensorDictReplayBuffer
-) -> None:
-    rb.extend(numbered_rows(990))
-    assert worker.extend(numbered_rows(20, 990)).tolist() == [*range(990, 1000), *range(10)]
-    assert worker.extend(numbered_rows(2), return_ids=True).tolist() == [1011, 1012]
-    assert worker.add(numbered_rows(1)[0]) == 12
-    assert worker.add({"number": 7}) == 13
-    assert rb[13]["number"] == 7
-
-
-def test_dropped_rows_get_no_index(rb: TensorDictReplayBuffer, worker: TensorDictReplayBuffer) -> None:
-    rows = numbered_rows(4)
-    rows["collector", "traj_ids"] = torch.tensor([1, -1, 1, -1])
-    assert worker.extend(rows).tolist() == [0, -1, 1, -1]
-    assert rb[:]["number"].tolist() == [0, 2]
-
-
 def test_a_long_batch_gets_a_longer_slot(rb: TensorDictReplayBuffer, worker: TensorDictReplayBuffer) -> None:
     wide = {"frame": lambda number: number[:, None].expand(-1, 2048).to(torch.float64)}  # 16 KiB a row
     for count in (3, 700, 5, 900):
@@ -119,16 +101,6 @@ def test_dicts_and_arrays_and_lists_are_converted_by_the_fields(
     worker.extend([{"x": 2, "next": {"y": np.ones(2, np.float32)}}])
     worker.add({"x": 3.5, "next": {"y": np.ones(2, np.float32)}})
     assert rb[:]["x"].tolist() == [0, 1, 1, 2, 3.5]
-
-
-def test_a_worker_that_found_no_fields_learns_them(
-    rb: TensorDictReplayBuffer, worker: TensorDictReplayBuffer
-) -> None:
-    assert worker.schema is None
-    rb.extend({"x": np.zeros(1, np.float32)})
-    worker.add({"x": 1.5})  # float32, as in the store, and no float64
-    assert rb.schema == worker.schema
-    assert rb[:]["x"].tolist() == [0, 1.5]
 
 
 def test_fields_that_come_and_go_between_two_calls(
@@ -197,15 +169,6 @@ def test_episodes_are_annotated_ended_and_resumed(
         assert another.episodes.resume("never").tolist() == []
 
 
-def test_steps_are_recorded(rb: TensorDictReplayBuffer, worker: TensorDictReplayBuffer) -> None:
-    with worker.record("env", lanes=2, flush_steps=3) as episode:
-        for step in range(7):
-            now = np.full((2, 1), step, np.float32)
-            episode.step(now, np.zeros(2, np.int64), np.ones(2), now + 1, [step == 4, False], [False, False])
-    found = rb.sql("SELECT source, length, status FROM episodes ORDER BY source, episode_id").fetchall()
-    assert found == [("env", 5, "terminated"), ("env", 2, "cut"), ("env//1", 7, "cut")]
-
-
 def test_environments_are_recorded(rb: TensorDictReplayBuffer, worker: TensorDictReplayBuffer) -> None:
     envs = expstore.gym.RecordVector(make_counting(AutoresetMode.SAME_STEP), worker, source="envs")
     for _ in itertools.islice(drive(envs), 9):
@@ -217,6 +180,9 @@ def test_environments_are_recorded(rb: TensorDictReplayBuffer, worker: TensorDic
     assert seeds == [("3",), ("4",), ("5",), ("6",)]
 
 
+# -- sessions ------------------------------------------------------------------------------------------------
+
+
 def test_some_lanes_are_reset(rb: TensorDictReplayBuffer, worker: TensorDictReplayBuffer) -> None:
     with worker.record("env", lanes=2) as episode:
         for step in range(4):
@@ -226,15 +192,6 @@ def test_some_lanes_are_reset(rb: TensorDictReplayBuffer, worker: TensorDictRepl
             episode.step(now, np.zeros(2, np.int64), np.ones(2), now + 1, [False, False], [False, False])
     found = rb.sql("SELECT source, length, info FROM episodes ORDER BY source, episode_id").fetchall()
     assert found == [("env", 4, None), ("env//1", 3, None), ("env//1", 1, '{"seed": 5}')]
-
-
-def test_flush_syncs_the_store(rb: TensorDictReplayBuffer, worker: TensorDictReplayBuffer) -> None:
-    worker.extend(numbered_rows(100))
-    worker.flush()
-    assert rb.stats()["unsynced_rows"] == 0
-
-
-# -- sessions ------------------------------------------------------------------------------------------------
 
 
 def test_each_worker_is_a_session_of_its_own(rb: TensorDictReplayBuffer) -> None:
@@ -312,6 +269,14 @@ def test_errors_are_raised_in_the_worker(rb: TensorDictReplayBuffer, worker: Ten
     assert len(rb) == 3
 
 
+def test_first_rows_without_values_are_refused_as_by_the_owner(
+    rb: TensorDictReplayBuffer, worker: TensorDictReplayBuffer
+) -> None:
+    for one in (rb, worker):
+        with pytest.raises(SchemaError, match="field 'empty' has no values.*leave the field out"):
+            one.extend(numbered_rows(3, empty=torch.zeros(3, 0)))
+
+
 #: What a worker cannot do.
 REFUSED: dict[str, Callable[[TensorDictReplayBuffer], Any]] = {
     "set_": lambda worker: worker.set_("number", 0),
@@ -330,34 +295,17 @@ REFUSED: dict[str, Callable[[TensorDictReplayBuffer], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
 def test_what_else_changes_the_store_is_refused_with_advice(
-    rb: TensorDictReplayBuffer, worker: TensorDictReplayBuffer, name: str
+    rb: TensorDictReplayBuffer, worker: TensorDictReplayBuffer
 ) -> None:
     worker.extend(numbered_rows(3))
-    with pytest.raises(StateError, match="in the process that opened") as caught:
-        REFUSED[name](worker)
-    if not name.startswith(("episodes.delete", "retention")):
-        assert "through it this copy of a shared buffer can append rows" in str(caught.value)
+    for name, act in REFUSED.items():
+        with pytest.raises(StateError, match="in the process that opened") as caught:
+            act(worker)
+        if not name.startswith(("episodes.delete", "retention")):
+            assert "through it this copy of a shared buffer can append rows" in str(caught.value), name
     assert rb[:]["number"].tolist() == [0, 1, 2]
     assert worker.extend(numbered_rows(1)).tolist() == [3]
-
-
-def test_a_child_of_a_child_is_refused_alike(rb: TensorDictReplayBuffer) -> None:
-    def refused(tell: Callable[[Any], None]) -> None:
-        try:
-            rb.set_("number", 0)
-        except StateError as exc:
-            tell(str(exc))
-
-    def work(tell: Callable[[Any], None]) -> None:
-        rb.extend(numbered_rows(2))
-        tell(collect_from_child(refused))
-        refused(tell)
-
-    (of_child,), of_parent = collect_from_child(work)
-    assert "in the process that opened" in of_parent
-    assert of_child == of_parent
 
 
 def test_a_worker_deletes_all_rows(rb: TensorDictReplayBuffer, worker: TensorDictReplayBuffer) -> None:
@@ -481,21 +429,15 @@ def test_rows_in_ram_are_written_by_copies_and_read_by_the_owner(kind: Any, tmp_
 def test_copies_of_rows_in_ram_are_sessions_of_their_own() -> None:
     rb = TensorDictReplayBuffer(storage=expstore.LazyTensorStorage(100), batch_size=4).share()
     with copy_of(rb) as one, copy_of(one) as other:
-        for worker in (one, other, one, other):
-            worker.extend(numbered_rows(3), source="left")
-        assert statuses(rb) == ["open", "open"]
-    wait_until(lambda: statuses(rb) == ["cut", "cut"])
-    assert rb.sql("SELECT length FROM episodes").fetchall() == [(6,), (6,)]
-
-
-def test_steps_are_recorded_into_rows_in_ram() -> None:
-    rb = TensorDictReplayBuffer(storage=expstore.LazyTensorStorage(100), batch_size=4).share()
-    with copy_of(rb) as worker, worker.record("env", flush_steps=3) as episode:
-        for step in range(7):
-            now = np.full(1, step, np.float32)
-            episode.step(now, 0, 1.0, now + 1, step == 4, False)
-    found = rb.sql("SELECT source, length, status FROM episodes ORDER BY episode_id").fetchall()
-    assert found == [("env", 5, "terminated"), ("env", 2, "cut")]
+        for worker in (one, other):
+            with worker.record("env", flush_steps=3) as episode:
+                for step in range(7):
+                    now = np.full(1, step, np.float32)
+                    episode.step(now, 0, 1.0, now + 1, step == 4, False)
+        assert statuses(rb) == ["terminated", "cut"] * 2
+        worker.extend(rb[:3], source="left")
+        assert statuses(rb)[-1] == "open"
+    wait_until(lambda: statuses(rb)[-1] == "cut")
 
 
 @pytest.mark.parametrize("kind", [expstore.LazyTensorStorage, expstore.LazyMemmapStorage])
@@ -618,16 +560,6 @@ def test_a_worker_that_waits_for_the_limiter_holds_up_nobody(store_path: Path) -
             rb.sample()
             waiting.join()
             assert len(rb) == 25
-
-
-def test_fields_without_values_are_refused_as_by_the_owner(store_path: Path) -> None:
-    with expstore.open(store_path).share() as rb, copy_of(rb) as worker:
-        rows = numbered_rows(3, empty=torch.zeros(3, 0))
-        for one in (rb, worker):
-            with pytest.raises(SchemaError, match="field 'empty' has no values.*leave the field out"):
-                one.extend(rows)
-        worker.extend(numbered_rows(3))
-        assert len(rb) == 3
 
 
 def test_sharing_ends_although_a_worker_waits_for_the_limiter(store_path: Path) -> None:

@@ -68,12 +68,6 @@ def test_a_handle_is_open_until_it_is_closed(path: Path) -> None:
     expstore.open(path).close()  # the lock was released
 
 
-def test_a_storage_that_is_closed_by_others_closes_its_handle(path: Path) -> None:
-    handle = opened(path)
-    handle.storage.close()
-    assert handle.life is Life.CLOSED
-
-
 def test_a_copy_follows_when_it_is_first_used(path: Path) -> None:
     handle, part = opened(path), Part()
     copied = pickle.loads(pickle.dumps(handle))
@@ -107,16 +101,6 @@ def test_a_copy_of_a_buffer_opens_nothing_until_it_is_used(path: Path) -> None:
         first.close()
         second.close()
         assert len(rb) == 10
-
-
-def test_a_shallow_copy_in_ram_shares_the_rows() -> None:
-    rb = expstore.ReplayBuffer(storage=MemoryStorage(10), batch_size=4)
-    rb.extend(numbered_rows(3))
-    twin = copy.copy(rb)
-    assert twin.storage is rb.storage
-    assert twin.sampler is not rb.sampler
-    twin.extend(numbered_rows(2))
-    assert len(rb) == 5
 
 
 def test_a_copy_in_ram_has_the_rows() -> None:
@@ -211,16 +195,6 @@ def test_a_part_that_fails_in_a_child_keeps_no_other_one(
     in_child(child)
     for handle in handles:
         handle.close()
-
-
-def test_a_forked_child_keeps_rows_in_ram() -> None:
-    handle = StoreHandle(MemoryStorage(10))
-
-    def child() -> None:
-        assert handle.life is Life.OPEN
-        assert handle.storage.can_write
-
-    in_child(child)
 
 
 def test_a_storage_that_does_not_fit_is_not_held() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 from torch.utils.data import DataLoader
 
+from expstore import traj
 from expstore.buffers.ensemble import ReplayBufferEnsemble
 from expstore.core import tuning
 from expstore.errors import QueryError, SchemaError
@@ -22,10 +22,8 @@ from expstore.samplers import (
     SliceSampler,
     StalenessAwareSampler,
 )
-from expstore.storages.memory import MemoryStorage
-from expstore.trajectories import traj
 from expstore.transforms import MultiStepTransform
-from tests.support.variable_length import TypedMemory, buffer, jagged, plain, rollouts
+from tests.support.variable_length import buffer, plain, rollouts
 
 
 def expected(sample: TensorDict) -> list[dict[str, Any]]:
@@ -119,42 +117,6 @@ def test_sql_shows_fields_under_their_names() -> None:
     assert rb.sql("FROM transitions").shape == (40, 13)
 
 
-def reads(rb: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Count the rows that are read, by field."""
-    counts: dict[str, int] = {}
-    read, fields = rb.storage.read, rb.storage.require_schema().fields
-
-    def counted(ids: Any, places: Any = None) -> Any:
-        for place in range(len(fields)) if places is None else places:
-            name = ".".join(fields[place].key)
-            counts[name] = counts.get(name, 0) + ids.size
-        return read(ids, places)
-
-    monkeypatch.setattr(rb.storage, "read", counted)
-    return counts
-
-
-@pytest.mark.some(2)
-@pytest.mark.parametrize(
-    ("query", "counts"),
-    [
-        ("SELECT number, next.reward FROM transitions", {}),
-        ("SELECT count(*) FROM transitions", {}),
-        ("SELECT prompt FROM transitions WHERE number < 3", {"prompt": 3}),
-        ("SELECT next.text FROM transitions WHERE number = 7", {"next.text": 1}),
-        ("SELECT number FROM transitions WHERE prompt = 'prompt 1'", {"prompt": 40}),
-        ("SELECT len(tokens) FROM transitions WHERE _id > 30", {"tokens": 10}),
-    ],
-)
-def test_only_what_a_query_names_is_read(
-    monkeypatch: pytest.MonkeyPatch, query: str, counts: dict[str, int]
-) -> None:
-    rb = buffer()
-    found = reads(rb, monkeypatch)
-    rb.sql(query)
-    assert found == counts
-
-
 def test_queries_that_need_too_much_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     rb = buffer()
     monkeypatch.setattr(tuning, "SQL_PACKED_BYTES", 300)
@@ -241,45 +203,9 @@ def test_single_rows_stack_as_those_of_torchrl() -> None:
     assert torch.stack(texts)["facts"][1][0] == {"n": 2, "tags": ["é", "é"]}
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_batches_are_ordinary_tensordicts() -> None:
-    batch = buffer()[:8]
-    again = pickle.loads(pickle.dumps(batch))
-    assert plain(again) == plain(batch)
-    assert plain(batch.clone()) == plain(batch)
-    assert batch.to(torch.float64)["tokens"].dtype is torch.float64
-    assert plain(batch.to("cpu")) == plain(batch)
-    stack = batch.get("prompt")
-    assert stack[2:4].tolist() == ["prompt 2", "prompt 3"]
-    stack[0].data = "changed"
-    assert batch["prompt"][0] == "changed"
-    locked = batch.lock_()
-    assert locked.get("prompt").is_locked
-
-
 def test_ensembles_of_such_buffers() -> None:
     both = ReplayBufferEnsemble(buffer(), buffer(), batch_size=8)
     sample = both.sample()
     assert sample.batch_size == (2, 4)
     for part in sample.unbind(0):
         assert plain(part.exclude("index")) == expected(part)
-
-
-def test_rows_that_are_dropped_and_rings() -> None:
-    rb = buffer()
-    batch = rollouts(40, 10)
-    batch["collector"] = TensorDict({"mask": torch.arange(10) % 2 == 0}, [10])
-    storage = TypedMemory(7)
-    kept = type(rb)(storage=storage, batch_size=4)
-    assert (kept.extend(batch) == -1).sum() == 5
-    kept.extend(rollouts(60, 10).set("collector", batch["collector"]))
-    assert sorted(kept["number"].tolist()) == [46, 48, 60, 62, 64, 66, 68]
-    assert [plain(kept[n].unsqueeze(0))[0]["prompt"] for n in range(7)] == [
-        None if n % 5 == 4 else f"prompt {n % 7}" for n in kept["number"].tolist()
-    ]
-
-
-def test_objects_are_seen_as_before() -> None:
-    rb = type(buffer())(storage=MemoryStorage(10), batch_size=2)
-    rb.extend(TensorDict({"a": ["x", "y"], "b": jagged([torch.ones(1), torch.ones(2)])}, [2]))
-    assert rb.sql("SELECT a, b FROM transitions").fetchall() == [("x", [1.0]), ("y", [1.0, 1.0])]
