@@ -8,14 +8,15 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 from expstore.api import Settings
 from expstore.api.gateway import JSON_BYTES
+from tests.support.asgi import api_client
 from tests.support.servers import Serving
+from tests.support.waits import wait_until
 
 HEAD, BODY, IDLE, ANSWER = 0.6, 1.0, 1.0, 0.4
 #: Of what has to end after a deadline; the machine may be busy.
@@ -184,7 +185,7 @@ def test_a_body_may_only_be_so_long(server: Serving, path: bytes, chunked: bool)
 
 
 def test_a_body_that_is_parsed_at_once_is_shorter(tmp_path: Path) -> None:
-    with Serving(Settings(path=tmp_path)) as server, httpx.Client(base_url=server.url) as client:
+    with api_client(tmp_path) as client:
         client.put("/v1/stores/run", json={"fields": {"x": "int64"}})
         body = b" " * JSON_BYTES + b'{"x": [1]}'
         headers = {"Content-Type": "application/json"}
@@ -220,15 +221,7 @@ def test_half_a_body_stores_nothing(server: Serving) -> None:
                 one.sendall(sent)
                 if ended:
                     one.shutdown(socket.SHUT_WR)
-    wait_for(server, lambda: not server.connections)
-
-
-def wait_for(server: Serving, there: Callable[[], Any]) -> None:
-    """Ask again and again until something is so."""
-    began = time.monotonic()
-    while not there():
-        assert time.monotonic() - began < PATIENCE, "it does not come to be so"
-        time.sleep(0.01)
+    wait_until(lambda: not server.connections)
 
 
 # -- answers -------------------------------------------------------------------------------------------
@@ -246,8 +239,8 @@ def test_an_unread_answer_is_abandoned(server: Serving, asked: tuple[bytes, byte
         one.settimeout(PATIENCE)
         one.connect(("127.0.0.1", server.port))
         one.sendall((head + body) * times)
-        wait_for(server, lambda: any(each.transport.get_write_buffer_size() for each in server.connections))
-        wait_for(server, lambda: not server.connections)
+        wait_until(lambda: any(each.transport.get_write_buffer_size() for each in server.connections))
+        wait_until(lambda: not server.connections)
 
 
 @pytest.mark.slow
@@ -283,7 +276,7 @@ def test_idle_connections_block_no_others(server: Serving) -> None:
             for _ in range(20):
                 assert client.post("/v1/stores/run/sample", json={"batch_size": 8}).status_code == 200
         assert time.monotonic() - began < 5
-        wait_for(server, lambda: len(server.connections) < 2)  # all of them have had their time
+        wait_until(lambda: len(server.connections) < 2)  # all of them have had their time
     finally:
         for one in crowd:
             one.close()
@@ -296,7 +289,7 @@ def test_the_longest_idle_connection_makes_room(tmp_path: Path) -> None:
         try:
             with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
                 assert client.get("/healthz").status_code == 200
-            wait_for(server, lambda: len(server.connections) <= 20)
+            wait_until(lambda: len(server.connections) <= 20)
             for one in crowd[:30]:
                 assert read_until_closed(one)[0] == b""
             ask(crowd[-1])

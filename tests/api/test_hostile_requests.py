@@ -19,14 +19,17 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from tensordict import NonTensorStack, TensorDict
+from tensordict import NonTensorStack
 
 import expstore
 from expstore.api import Settings
 from expstore.wire.codec import Encoder
 from expstore.wire.stream import write_stream
 from tests.support.arrow_bodies import ARROW
+from tests.support.asgi import api_client, refusal_of
+from tests.support.batches import numbered_rows
 from tests.support.servers import Serving, serving
+from tests.support.stores import build_store
 
 pytestmark = pytest.mark.index
 
@@ -35,15 +38,9 @@ pytestmark = pytest.mark.index
 
 def body_of(count: int) -> bytes:
     """Return rows of all kinds of columns: numbers, tensors, flags, and strings, whose offsets can lie."""
-    numbers = torch.arange(count)
-    data = TensorDict(
-        {
-            "x": numbers, "obs": torch.ones(count, 3), "done": numbers % 4 == 3,
-            "text": NonTensorStack(*[f"row {number}" for number in range(count)]),
-        },
-        [count],
-    )  # fmt: skip
-    body: bytes = write_stream(Encoder().encode(data)).to_pybytes()
+    texts = NonTensorStack(*[f"row {number}" for number in range(count)])
+    rows = numbered_rows(count, key="x", obs=torch.ones(count, 3), done=lambda n: n % 4 == 3, text=texts)
+    body: bytes = write_stream(Encoder().encode(rows)).to_pybytes()
     return body
 
 
@@ -160,8 +157,7 @@ def test_names_lead_nowhere(tmp_path: Path) -> None:
     assert len(NAMES) > 60
     root, outside = tmp_path / "runs", tmp_path / "outside.exp"
     root.mkdir()
-    with expstore.open(outside, schema={"x": "int64"}) as rb:
-        rb.extend(TensorDict({"x": torch.arange(3)}, [3]))
+    build_store(outside, numbered_rows(3))
     (root / "linked.exp").symlink_to(outside)
     (root / "plain").mkdir()
     before = hash_of(tmp_path)
@@ -245,7 +241,7 @@ def test_the_document_says_how_routes_answer(tmp_path: Path) -> None:
 
 def test_texts_in_a_column_of_numbers_take_no_memory(tmp_path: Path) -> None:
     """In an array of texts each value takes as much memory as the longest one."""
-    with Serving(Settings(path=tmp_path)) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+    with api_client(tmp_path) as client:
         client.put("/v1/stores/run", json={"fields": {"x": "float32"}}).raise_for_status()
         client.post("/v1/stores/run/extend", json={"x": [1.0]}).raise_for_status()
         for wrong in (["x" * 10_000, *[""] * 5_000], [1.0, None], [1.0, {}], [1.0, [1.0]], [1 << 80, 1.0]):
@@ -255,6 +251,6 @@ def test_texts_in_a_column_of_numbers_take_no_memory(tmp_path: Path) -> None:
                 most = tracemalloc.get_traced_memory()[1]
             finally:
                 tracemalloc.stop()
-            assert (answer.status_code, answer.json()["error"]["kind"]) == (422, "schema")
+            assert refusal_of(answer) == (422, "schema")
             assert most < 16 << 20
         assert client.get("/v1/stores/run").json()["rows"] == 1

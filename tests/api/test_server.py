@@ -11,8 +11,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-import torch
-from tensordict import TensorDict
 
 import expstore
 from expstore.api import Settings
@@ -21,8 +19,9 @@ from expstore.cli.app import run
 from expstore.errors import LockedError
 from expstore.wire.stream import END
 from tests.support.arrow_bodies import ACCEPT_ARROW
+from tests.support.asgi import api_client
 from tests.support.batches import numbered_rows
-from tests.support.servers import Serving, process, serving
+from tests.support.servers import process, serving
 from tests.support.stores import build_store
 
 pytestmark = pytest.mark.index
@@ -66,14 +65,13 @@ def test_the_first_request_changes_no_filters_of_warnings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_only: bool
 ) -> None:
     """They belong to the whole process, in which other threads warn or rely on them."""
-    with Serving(Settings(path=tmp_path, read_only=read_only)) as served:
 
-        def change_filters(*_: object, **__: object) -> None:
-            raise AssertionError("the filters are changed")
+    def change_filters(*_: object, **__: object) -> None:
+        raise AssertionError("the filters are changed")
 
-        with monkeypatch.context() as patched, httpx.Client(base_url=served.url) as client:
-            patched.setattr("warnings.catch_warnings", change_filters)
-            assert client.get("/v1/stores").status_code == 200
+    with api_client(tmp_path, read_only=read_only) as client, monkeypatch.context() as patched:
+        patched.setattr("warnings.catch_warnings", change_filters)
+        assert client.get("/v1/stores").status_code == 200
 
 
 @pytest.mark.slow
@@ -100,17 +98,8 @@ def test_others_are_answered_if_they_have_the_token(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_bytes(b"  secret-1 \n")
     token.chmod(0o644)
-    arguments = (
-        tmp_path / "run.exp",
-        "--host",
-        "0.0.0.0",
-        "--port",
-        0,
-        "--token-file",
-        token,
-        "--access-log",
-    )
-    with process(*arguments) as child:
+    options = ("--host", "0.0.0.0", "--port", 0, "--token-file", token, "--access-log")
+    with process(tmp_path / "run.exp", *options) as child:
         assert child.stdout is not None
         line = child.stdout.readline()
         said = line.split()[-1]
@@ -128,25 +117,15 @@ def test_others_are_answered_if_they_have_the_token(tmp_path: Path) -> None:
     assert "secret-1" not in err
 
 
-@pytest.mark.parametrize(
-    ("url", "local"),
-    [
-        ("http://0.0.0.0:8420", "http://127.0.0.1:8420"),
-        ("http://[::]:8420", "http://[::1]:8420"),
-        ("http://10.0.0.0:8420", "http://10.0.0.0:8420"),
-    ],
-)
-def test_a_local_url_names_an_address(url: str, local: str) -> None:
-    assert local_url(url) == local
+def test_a_local_url_names_an_address() -> None:
+    for host, local in (("0.0.0.0", "127.0.0.1"), ("[::]", "[::1]"), ("10.0.0.0", "10.0.0.0")):
+        assert local_url(f"http://{host}:8420") == f"http://{local}:8420"
 
 
-@pytest.mark.parametrize(
-    "host",
-    [
-        "0.0.0.0",
-        pytest.param(socket.gethostname(), marks=pytest.mark.skipif(not has_name(), reason="no address")),
-    ],
-)
+NAMED = pytest.param(socket.gethostname(), marks=pytest.mark.skipif(not has_name(), reason="no address"))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", NAMED])
 def test_a_store_that_is_served_at_all_addresses_or_by_a_name_is_backed_up(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], host: str
 ) -> None:
@@ -197,8 +176,8 @@ def test_a_store_with_a_writer_is_followed_or_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "run.exp"
-    with expstore.open(path, schema={"x": "int64"}) as rb:
-        rb.extend(TensorDict({"x": torch.arange(3)}, [3]))
+    with expstore.open(path) as rb:
+        rb.extend(numbered_rows(3, key="x"))
         code, error = refusal(capsys, path, "--port", 0)
         assert (code, error["kind"]) == (3, "locked")
         with serving(path, "--read-only") as (_, facts), httpx.Client(base_url=facts["listening"]) as client:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import socket
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,10 +14,11 @@ import pytest
 import expstore
 from expstore import RemoteReplayBuffer, Retries
 from expstore.api import Settings
-from expstore.errors import NotReadyError, RemoteError
+from expstore.errors import NotReadyError, RemoteError, StateError
 from expstore.remote import draw_stream
 from expstore.remote.http_member import HttpMember
 from tests.support.arrow_bodies import batch_of
+from tests.support.forks import forked
 from tests.support.servers import Serving
 from tests.support.tcp_proxy import Proxy
 from tests.support.waits import wait_until
@@ -160,19 +159,11 @@ def test_threads_share_a_buffer(server: Serving) -> None:
     assert sorted(found) == sorted(alone)
 
 
-def _draw_in_child(rb: RemoteReplayBuffer, sent: Any) -> None:
-    sent.send(draw(rb, 4))
-
-
 def test_a_forked_child_draws_over_a_connection_of_its_own(server: Serving, wanted: list[list[int]]) -> None:
-    context = multiprocessing.get_context("fork")
     with connect(server.port) as rb:
         assert draw(rb, 6) == wanted[:6]
-        mine, theirs = context.Pipe()
-        child = context.Process(target=_draw_in_child, args=(rb, theirs))
-        child.start()
-        assert mine.recv() == wanted[6:10]
-        child.join(30)
+        with forked(lambda: draw(rb, 4)) as drawn:
+            assert drawn() == wanted[6:10]
         assert draw(rb, 6) == wanted[6:]
 
 
@@ -192,22 +183,14 @@ def test_closing_wakes_a_thread_that_waits(tmp_path: Path) -> None:
         httpx.put(f"{server.url}/v1/stores/run", json={}).raise_for_status()
         rb = expstore.connect(f"{server.url}/run", batch_size=16, wait=60)
         rb.extend(batch_of(60))
-        failed: list[BaseException] = []
-
-        def draw_too_much() -> None:
-            try:
-                for _ in range(20):
-                    rb.sample()
-            except Exception as exc:
-                failed.append(exc)
-
-        thread = threading.Thread(target=draw_too_much)
-        thread.start()
-        wait_until(lambda: rb.member._stream._asking is not None and rb.stats()["rate_limiter"] is not None)
-        rb.close()
-        thread.join(30)
-        assert not thread.is_alive()
-        assert len(failed) == 1
+        with ThreadPoolExecutor(1) as pool:
+            drawing = pool.submit(draw, rb, 20)
+            wait_until(
+                lambda: rb.member._stream._asking is not None and rb.stats()["rate_limiter"] is not None
+            )
+            rb.close()
+            with pytest.raises(StateError):
+                drawing.result(60)
 
 
 def test_one_attempt_is_one_attempt(server: Serving) -> None:
