@@ -48,7 +48,7 @@ def test_a_million_rows_of_100_kilobytes_are_refused_at_once(tmp_path: Path) -> 
     with serving(tmp_path) as (child, facts), expstore.connect(facts["listening"] + "/run") as rb:
         assert len(rb.sample(8)) == 8
         before = most_memory_of(child.pid)
-        with httpx.Client(base_url=facts["listening"], headers=ACCEPT_ARROW) as client:
+        with httpx.Client(base_url=facts["listening"], headers=ACCEPT_ARROW, timeout=60) as client:
             for path in ("sample", "sample/stream"):
                 began = time.monotonic()
                 refused = client.post(f"{RUN}/{path}", json={"batch_size": 1_000_000})

@@ -31,7 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         path=tmp_path_factory.mktemp("runs"), head_seconds=HEAD, body_seconds=BODY, idle_seconds=IDLE,
         answer_seconds=ANSWER, connections=600, max_body=1 << 20,
     )  # fmt: skip
-    with Serving(settings) as server, httpx.Client(base_url=server.url) as client:
+    with Serving(settings) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         client.put("/v1/stores/run", json={"fields": {"x": "int64"}})
         assert client.post("/v1/stores/run/extend", json={"x": list(range(10_000))}).status_code == 200
         yield server

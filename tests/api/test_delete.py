@@ -223,7 +223,7 @@ def test_names_of_leftovers_alone_are_removed_at_the_start(tmp_path: Path) -> No
 
 
 def test_a_killed_server_deletes_for_good(tmp_path: Path) -> None:
-    with serving(tmp_path) as (child, facts), httpx.Client(base_url=facts["listening"]) as client:
+    with serving(tmp_path) as (child, facts), httpx.Client(base_url=facts["listening"], timeout=60) as client:
         client.put(RUN, json={}).raise_for_status()
         post_rows(client, 30).raise_for_status()
         assert delete(client).status_code == 200

@@ -74,7 +74,7 @@ def damaged(body: bytes, rng: np.random.Generator) -> bytes:
 def send_damaged(tmp_path: Path, times: int, seed: int) -> Counter[int]:
     """Send damaged bodies to a server of its own; return how often it answered with which status."""
     rng, whole, statuses = np.random.default_rng(seed), body_of(8), Counter[int]()
-    with serving(tmp_path) as (child, facts), httpx.Client(base_url=facts["listening"]) as client:
+    with serving(tmp_path) as (child, facts), httpx.Client(base_url=facts["listening"], timeout=60) as client:
         assert client.put("/v1/stores/run", json={"storage": "arrow"}).status_code == 201
         rows = client.post("/v1/stores/run/extend", content=whole, headers=ARROW).json()["count"]
         assert rows == 8
@@ -162,7 +162,7 @@ def test_names_lead_nowhere(tmp_path: Path) -> None:
     (root / "plain").mkdir()
     before = hash_of(tmp_path)
     with Serving(Settings(path=root)) as server:
-        assert httpx.get(f"{server.url}/v1/stores").json()["stores"] == []
+        assert httpx.get(f"{server.url}/v1/stores", timeout=60).json()["stores"] == []
         for name in NAMES:
             path = b"/v1/stores/" + name
             for head, body in (
@@ -177,7 +177,7 @@ def test_names_lead_nowhere(tmp_path: Path) -> None:
 
 
 def test_names_of_samplers_and_versions_lead_nowhere(tmp_path: Path) -> None:
-    with Serving(Settings(path=tmp_path)) as server, httpx.Client(base_url=server.url) as client:
+    with Serving(Settings(path=tmp_path)) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         client.put("/v1/stores/run", json={"fields": {"x": "int64"}})
         client.post("/v1/stores/run/extend", json={"x": [1, 2]})
         client.post("/v1/stores/run/flush")
@@ -219,7 +219,7 @@ def lines_body(ctx, value):
 def test_the_document_says_how_routes_answer(tmp_path: Path) -> None:
     """Requests made from the OpenAPI document: nothing fails inside, every status is in the document."""
     with Serving(Settings(path=tmp_path, wait_seconds=0.0)) as server:
-        with httpx.Client(base_url=server.url) as client:
+        with httpx.Client(base_url=server.url, timeout=60) as client:
             client.put("/v1/stores/run", json={"fields": {"x": "int64", "y": ["float32", [2]]}})
             client.post("/v1/stores/run/extend", json={"x": [1, 2, 3], "y": [[0, 1]] * 3})
         (tmp_path / "schemathesis.toml").write_text(

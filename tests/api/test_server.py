@@ -80,7 +80,7 @@ def test_a_folder_is_served_until_a_signal_comes(tmp_path: Path) -> None:
     with serving(tmp_path) as (child, facts):
         assert facts["stores"] == ["old"]
         assert (facts["read_only"], facts["token"], facts["pid"]) == (False, False, child.pid)
-        with httpx.Client(base_url=facts["listening"]) as client:
+        with httpx.Client(base_url=facts["listening"], timeout=60) as client:
             assert client.get("/v1/stores/old").json()["rows"] == 10
             client.put("/v1/stores/new", json={"fields": {"x": "int64"}})
             assert client.post("/v1/stores/new/extend", json={"x": [1, 2]}).json()["count"] == 2
@@ -105,9 +105,9 @@ def test_others_are_answered_if_they_have_the_token(tmp_path: Path) -> None:
         said = line.split()[-1]
         assert line == f"serving {tmp_path}/run.exp at {said}\n"
         url = said.replace("0.0.0.0", "127.0.0.1")
-        assert httpx.get(f"{url}/v1/stores").status_code == 401
+        assert httpx.get(f"{url}/v1/stores", timeout=60).status_code == 401
         borne = {"Authorization": "Bearer secret-1"}
-        assert httpx.get(f"{url}/v1/stores/run", headers=borne).json()["rows"] == 10
+        assert httpx.get(f"{url}/v1/stores/run", headers=borne, timeout=60).json()["rows"] == 10
         child.send_signal(signal.SIGINT)
         out, err = child.communicate(timeout=PATIENCE)
     assert (child.returncode, out) == (0, "")
@@ -136,7 +136,9 @@ def test_a_store_that_is_served_at_all_addresses_or_by_a_name_is_backed_up(
     server = ServerThread(Settings(path=tmp_path / "runs", token=b"secret-1"), host=host, port=0)
     try:
         address = server.listening.url.replace("0.0.0.0", "127.0.0.1")
-        assert httpx.get(f"{address}/v1/stores/run", headers={"Authorization": "Bearer secret-1"}).is_success
+        assert httpx.get(
+            f"{address}/v1/stores/run", headers={"Authorization": "Bearer secret-1"}, timeout=60
+        ).is_success
         store = str(tmp_path / "runs" / "run.exp")
         assert run(["versions", "create", store, "--token-file", str(token)]) == 0, capsys.readouterr().err
     finally:
@@ -180,7 +182,10 @@ def test_a_store_with_a_writer_is_followed_or_refused(
         rb.extend(numbered_rows(3, key="x"))
         code, error = refusal(capsys, path, "--port", 0)
         assert (code, error["kind"]) == (3, "locked")
-        with serving(path, "--read-only") as (_, facts), httpx.Client(base_url=facts["listening"]) as client:
+        with (
+            serving(path, "--read-only") as (_, facts),
+            httpx.Client(base_url=facts["listening"], timeout=60) as client,
+        ):
             assert facts["read_only"]
             assert client.get("/v1/stores/run").json()["rows"] == 3
             assert client.post("/v1/stores/run/extend", json={"x": [1]}).status_code in (404, 405)
@@ -244,7 +249,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_acknowledged_rows_survive_a_kill(tmp_path: Path) -> None:
-    with serving(tmp_path) as (child, facts), httpx.Client(base_url=facts["listening"]) as client:
+    with serving(tmp_path) as (child, facts), httpx.Client(base_url=facts["listening"], timeout=60) as client:
         client.put("/v1/stores/run", json={"fields": {"x": "int64"}})
         acknowledged = 0
         killer = threading.Timer(1.0, child.kill)
@@ -266,7 +271,7 @@ def test_acknowledged_rows_survive_a_kill(tmp_path: Path) -> None:
 
 def test_answers_wait_for_nothing(tmp_path: Path) -> None:
     times = []
-    with serving(tmp_path) as (_, facts), httpx.Client(base_url=facts["listening"]) as client:
+    with serving(tmp_path) as (_, facts), httpx.Client(base_url=facts["listening"], timeout=60) as client:
         for _ in range(30):
             started = time.perf_counter()
             client.get("/healthz")
@@ -289,7 +294,7 @@ def test_others_that_want_to_write_are_told_who_serves(
         assert (code, error["kind"]) == (3, "locked")
         assert error["message"].startswith(f"cannot open {folder} for writing: {who}")
         assert error["message"].endswith(f"and serves it at {url}")
-        assert httpx.get(f"{url}/v1/stores/run").status_code == 200  # opens the store
+        assert httpx.get(f"{url}/v1/stores/run", timeout=60).status_code == 200  # opens the store
         code, error = refusal(capsys, folder / "run.exp", "--port", 0)
         assert (code, error["kind"]) == (3, "locked")
         assert error["message"].endswith(f"and serves it at {url}/run")
@@ -330,6 +335,6 @@ def test_clients_that_have_gone_leave_few_threads(tmp_path: Path) -> None:
                     assert client.post(f"{run_url}/sample", json=sampled).is_success
                     assert client.get(f"{run_url}/summary").is_success
                     assert client.post(f"{run_url}/session/end", headers=headers).is_success
-        text = httpx.get(f"{told['listening']}/metrics").text
+        text = httpx.get(f"{told['listening']}/metrics", timeout=60).text
         (threads,) = [line.split()[1] for line in text.splitlines() if line.startswith("process_threads ")]
     assert float(threads) <= 40

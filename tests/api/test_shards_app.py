@@ -92,7 +92,7 @@ def test_questions_are_passed_as_they_are(client: httpx.Client, shards: Serving)
 
 def test_the_document_has_what_shards_take(client: httpx.Client, shards: Serving) -> None:
     ours = client.get("/openapi.json").json()["paths"]
-    theirs = httpx.get(f"{shards.url}/openapi.json", headers=HEADERS).json()["paths"]
+    theirs = httpx.get(f"{shards.url}/openapi.json", headers=HEADERS, timeout=60).json()["paths"]
     preview = "/v1/stores/{name}/sample/preview"
     assert ours[preview] == theirs[preview]
 
@@ -120,7 +120,7 @@ def test_nothing_is_changed(client: httpx.Client, shards: Serving) -> None:
     ):  # fmt: skip
         answer = client.request(method, f"/v1/stores/shard-0{path}", json={})
         assert answer.status_code in (403, 404, 405), path
-    with httpx.Client(base_url=shards.url, headers=HEADERS) as direct:
+    with httpx.Client(base_url=shards.url, headers=HEADERS, timeout=60) as direct:
         assert direct.get("/v1/stores").json()["stores"] == ["a", "b"]
         assert direct.get("/v1/stores/a").json()["rows"] == 25
 

@@ -53,7 +53,7 @@ def test_the_limits_of_the_environment_are_used(store: Path, monkeypatch: pytest
     limits = store.parent / "limits.toml"
     limits.write_text("max_rows = 5\nrate = 1000.0\n")
     monkeypatch.setenv("EXPSTORE_LIMITS", str(limits))
-    with serving(store) as (_, facts), httpx.Client(base_url=facts["listening"]) as client:
+    with serving(store) as (_, facts), httpx.Client(base_url=facts["listening"], timeout=60) as client:
         asked = client.post("/v1/stores/run/sample", json={"batch_size": 6})
         assert asked.status_code == 422
         assert "at most 5" in asked.text or "equal to 5" in asked.text, asked.text

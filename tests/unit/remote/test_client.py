@@ -727,7 +727,7 @@ def test_errors_have_the_class_that_the_server_raised(tmp_path: Path) -> None:
         raise getattr(errors, name)("why", kind=kind)
 
     kinds = ("other", "memory", "too_large", "busy", "rate_limited", "sandbox", "query")
-    with Serving(settings, app) as server, httpx.Client(base_url=f"{server.url}/fail") as client:
+    with Serving(settings, app) as server, httpx.Client(base_url=f"{server.url}/fail", timeout=60) as client:
         for name, kind in itertools.product(errors.__all__, kinds):
             answer = client.get(f"{name}/{kind}")
             error = _error_of(answer.status_code, answer.content)

@@ -138,7 +138,7 @@ def test_a_batch_that_cannot_be_drawn_says_why(server: Serving, folder: Path) ->
 
 def test_new_fields_come_with_the_next_batch(tmp_path: Path, requests: list[int]) -> None:
     with Serving(Settings(path=tmp_path)) as server:
-        httpx.put(f"{server.url}/v1/stores/run", json={}).raise_for_status()
+        httpx.put(f"{server.url}/v1/stores/run", json={}, timeout=60).raise_for_status()
         with expstore.connect(f"http://127.0.0.1:{server.port}/run", batch_size=4) as rb:
             rb.extend(batch_of(10))
             assert all("extra" not in rb.sample().keys() for _ in range(5))  # noqa: SIM118
@@ -180,7 +180,7 @@ def test_an_answer_that_is_not_taken_does_not_become_the_next_one(
 def test_closing_wakes_a_thread_that_waits(tmp_path: Path) -> None:
     settings = Settings(path=tmp_path, samples_per_insert=1.0, error_buffer=64.0)
     with Serving(settings) as server:
-        httpx.put(f"{server.url}/v1/stores/run", json={}).raise_for_status()
+        httpx.put(f"{server.url}/v1/stores/run", json={}, timeout=60).raise_for_status()
         rb = expstore.connect(f"{server.url}/run", batch_size=16, wait=60)
         rb.extend(batch_of(60))
         with ThreadPoolExecutor(1) as pool:
@@ -214,7 +214,7 @@ def test_an_idle_connection_ends_and_delays_neither_deletion_nor_shutdown(
 ) -> None:
     with Serving(Settings(path=tmp_path, idle_seconds=0.2)) as server:
         for name in ("run", "other"):
-            httpx.put(f"{server.url}/v1/stores/{name}", json={}).raise_for_status()
+            httpx.put(f"{server.url}/v1/stores/{name}", json={}, timeout=60).raise_for_status()
         with expstore.connect(f"{server.url}/run", batch_size=4) as writer:
             writer.extend(batch_of(10))
         rb = expstore.connect(f"{server.url}/run", batch_size=4)
@@ -225,7 +225,7 @@ def test_an_idle_connection_ends_and_delays_neither_deletion_nor_shutdown(
         assert len(rb.sample()) == 4
         assert len(requests) == made + 1
         assert len(rb.sample()) == 4
-        answer = httpx.delete(f"{server.url}/v1/stores/run", params={"confirm": "run"})
+        answer = httpx.delete(f"{server.url}/v1/stores/run", params={"confirm": "run"}, timeout=60)
         assert answer.status_code == 200, answer.text
         rb.close()
         other = expstore.connect(f"{server.url}/other", batch_size=4)
