@@ -18,9 +18,9 @@ from tests.support.asgi import api_client
 from tests.support.servers import Serving
 from tests.support.waits import wait_until
 
-HEAD, BODY, IDLE, ANSWER = 0.6, 1.0, 1.0, 0.4
+HEAD, BODY, IDLE, ANSWER = 0.6, 1.0, 1.0, 1.0
 #: Of what has to end after a deadline; the machine may be busy.
-PATIENCE = 20.0
+PATIENCE = 60.0
 POST = b"POST /v1/stores/run/extend HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 GET = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import os
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,12 @@ def memory_of(process: int) -> int:
     return int(status.partition("VmHWM:")[2].split()[0]) << 10
 
 
+def cpu_of(process: int) -> float:
+    """Return the CPU seconds that a process has used."""
+    user, system = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
 @pytest.mark.slow
 def test_bombs_are_refused_at_once(tmp_path: Path) -> None:
     store_of_vectors(tmp_path / "run.exp")
@@ -131,9 +137,9 @@ def test_bombs_are_refused_at_once(tmp_path: Path) -> None:
         assert client.post("/v1/stores/run/sample", json=asked).status_code == 200
         before = memory_of(child.pid)
         for name, text in BOMBS.items():
-            began = time.monotonic()
+            began = cpu_of(child.pid)
             refused = client.post("/v1/stores/run/sample", json=asked | {"where": text})
-            taken = time.monotonic() - began
+            taken = cpu_of(child.pid) - began
             assert 400 <= refused.status_code < 500, (name, refused.text)
             assert taken < 1, (name, taken)
             sampler = {"sampler": {"kind": "uniform"}, "where": text}

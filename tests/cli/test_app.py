@@ -457,6 +457,8 @@ def test_a_result_is_printed_as_csv(cli: Cli, store: Path) -> None:
     done = cli("sql", store, query, "--csv")
     assert done.out.splitlines()[0] == "_id,reward,observation,t,e,n"
     assert '"",\n' in done.out  # an empty text is not NULL
+    many = cli("sql", store, "SELECT * FROM range(10001)", "--csv").out  # they are converted in batches
+    assert many.splitlines() == ["range", *map(str, range(10_001))]
     _, *read = csv.reader(io.StringIO(done.out))
     assert len(read) == 25
     for number, row in enumerate(read):

@@ -49,6 +49,7 @@ def test_examples_with_servers_and_data_sets_are_understood(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # they are forty commands
 def test_the_examples_run_one_after_the_other(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

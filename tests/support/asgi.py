@@ -48,8 +48,10 @@ def api_client(
     Args:
         served: Folder of stores, or an application.
         headers: Headers of every request.
-        settings: Settings of the application that serves the folder.
+        settings: Settings of the application that serves the folder. Queries have a minute by default: on a
+            busy machine the process that runs them starts slowly.
     """
+    settings = {"sql_seconds": 60.0} | settings
     app = create_app(Settings(path=served, **settings)) if isinstance(served, Path) else served
     with (
         start_blocking_portal() as portal,

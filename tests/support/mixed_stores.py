@@ -60,5 +60,8 @@ def open_mixed_stores(folder: Path, *, filled: bool) -> Iterator[MixedStores]:
                 fill(rb, number)
             owner.flush()
         first.close()
-        with Serving(Settings(path=served)) as server, pickle.loads(pickle.dumps(owner)) as copy:
+        with (
+            Serving(Settings(path=served, sql_seconds=60.0)) as server,
+            pickle.loads(pickle.dumps(owner)) as copy,
+        ):
             yield MixedStores([f"{server.url}/run", local, copy], owner)
