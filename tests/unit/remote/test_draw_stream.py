@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -170,10 +171,11 @@ def test_a_forked_child_draws_over_a_connection_of_its_own(server: Serving, want
 def test_an_answer_that_is_not_taken_does_not_become_the_next_one(
     server: Serving, wanted: list[list[int]]
 ) -> None:
-    """As after Ctrl-C between the two."""
+    """As after Ctrl-C between the two. With other fields than before the server would end the stream."""
+    other = json.dumps({"batch_size": 3, "sampler": SAMPLER, "seed": 1, "draw": 0})
     with connect(server.port) as rb:
         found = draw(rb, 4)
-        assert rb.member._stream.ask(b'{"batch_size": 3}')
+        assert rb.member._stream.ask(other.encode())
         assert found + draw(rb, 8) == wanted
 
 
