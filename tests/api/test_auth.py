@@ -314,6 +314,7 @@ def test_figures_are_counted(tmp_path: Path) -> None:
     assert value("expstore_request_seconds_bucket", **extend, le="+Inf") == 2
     assert value("expstore_request_seconds_sum", **extend) > 0
     assert value("expstore_rows_in_total", **extend) == 20
+    assert sum(one for (name, _), one in found.items() if name == "expstore_rows_in_total") == 20
     assert value("expstore_rows_out_total", route="/v1/stores/{name}/rows") == 3
     assert value("expstore_rows_out_total", route="/v1/stores/{name}/sample/stream") == 21
     assert value("expstore_bytes_in_total", **extend) > 40

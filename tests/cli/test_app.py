@@ -160,7 +160,7 @@ def test_wrong_usage_exits_2(cli: Cli, tmp_path: Path, monkeypatch: pytest.Monke
     for arguments in (
         ("burn",), ("--burn",), ("info",), ("sql",), ("sql", "SELECT 1"),
         ("sql", "run.exp", "SELECT 1", "--limit", "0"), ("sql", "run.exp", "SELECT 1", "--csv", "--json"),
-        collect[:2], collect[:3], (*collect, "many"), (*collect, "9", "--policy", "wise"),
+        collect[:2], collect[:3], collect, (*collect, "many"), (*collect, "9", "--policy", "wise"),
         (*collect, "9", "--policy", "no_such_module:f"), (*collect, "9", "--policy", "os:no_such_function"),
         (*collect, "9", "--workers", "-1"),
     ):  # fmt: skip
