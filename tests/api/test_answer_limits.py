@@ -15,10 +15,10 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 import expstore
-from expstore.api import Settings
 from expstore.storages.columns.arrow.segments import Segments
 from tests.support.arrow_bodies import ACCEPT_ARROW, rows_of
-from tests.support.servers import Serving, serving
+from tests.support.asgi import api_client, refusal_of
+from tests.support.servers import serving
 
 pytestmark = pytest.mark.index
 
@@ -27,14 +27,15 @@ JSON = {"Accept": "application/json"}
 LIMIT = 100_000
 
 
-def resident(process: int) -> int:
+def most_memory_of(process: int) -> int:
+    """Return the largest memory that a process has had, in bytes."""
     status = Path(f"/proc/{process}/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) << 10
 
 
 def largest_of(answer: httpx.Response) -> int:
     """Return the largest batch size that a refusal names."""
-    assert (answer.status_code, answer.json()["error"]["kind"]) == (413, "too_large"), answer.text
+    assert refusal_of(answer) == (413, "too_large")
     found = re.search(r"largest batch_size that fits is (\d+)", answer.json()["error"]["message"])
     assert found, answer.text
     return int(found[1])
@@ -51,8 +52,8 @@ def test_a_million_rows_of_100_kilobytes_are_refused_at_once(tmp_path: Path) -> 
         rb.extend(TensorDict({"x": torch.zeros(100, 25_600)}, [100]))
     with serving(tmp_path) as (child, facts), expstore.connect(facts["listening"] + "/run") as rb:
         assert len(rb.sample(8)) == 8
-        before = resident(child.pid)
-        with httpx.Client(base_url=facts["listening"], headers=ACCEPT_ARROW) as client:
+        before = most_memory_of(child.pid)
+        with httpx.Client(base_url=facts["listening"], headers=ACCEPT_ARROW, timeout=60) as client:
             for path in ("sample", "sample/stream"):
                 began = time.monotonic()
                 refused = client.post(f"{RUN}/{path}", json={"batch_size": 1_000_000})
@@ -63,7 +64,7 @@ def test_a_million_rows_of_100_kilobytes_are_refused_at_once(tmp_path: Path) -> 
             rb.sample(1_000_000)
         with pytest.raises(expstore.ExpStoreError, match="largest batch_size"):
             rb.by_id(np.arange(1_000_000) % 100 + 1)
-        assert resident(child.pid) - before < 50 << 20
+        assert most_memory_of(child.pid) - before < 50 << 20
         assert len(rb.sample(8)) == 8
 
 
@@ -71,10 +72,7 @@ def test_a_million_rows_of_100_kilobytes_are_refused_at_once(tmp_path: Path) -> 
 def client(tmp_path: Path) -> Iterator[httpx.Client]:
     with expstore.open(tmp_path / "run.exp", seed=1) as rb:
         rb.extend(TensorDict({"x": torch.zeros(500, 248)}, [500]))
-    with (
-        Serving(Settings(path=tmp_path, max_answer=LIMIT)) as server,
-        httpx.Client(base_url=server.url, headers=ACCEPT_ARROW) as client,
-    ):
+    with api_client(tmp_path, max_answer=LIMIT, headers=ACCEPT_ARROW) as client:
         yield client
 
 
@@ -86,9 +84,8 @@ def test_the_largest_batch_size_of_the_error_fits(client: httpx.Client) -> None:
             fitting = largest_of(client.post(f"{RUN}/{path}", json=body | {"batch_size": 1000}))
             assert fitting == LIMIT // (4 * 248 + 16)
             assert client.post(f"{RUN}/{path}", json=body | {"batch_size": fitting}).status_code == 200
-            assert (
-                largest_of(client.post(f"{RUN}/{path}", json=body | {"batch_size": fitting + 1})) == fitting
-            )
+            refused = client.post(f"{RUN}/{path}", json=body | {"batch_size": fitting + 1})
+            assert largest_of(refused) == fitting
     ids = list(range(1, 401))
     fitting = largest_of(client.post(f"{RUN}/rows", json={"ids": ids}))
     assert client.post(f"{RUN}/rows", json={"ids": ids[:fitting]}).status_code == 200
@@ -128,8 +125,7 @@ def test_rows_without_a_fixed_size_are_counted_by_their_offsets(
         raise AssertionError("values were read")
 
     sizes = [16 + 8 + 4 + length for length in lengths]
-    settings = Settings(path=tmp_path, max_answer=LIMIT)
-    with Serving(settings) as server, httpx.Client(base_url=server.url, headers=ACCEPT_ARROW) as client:
+    with api_client(tmp_path, max_answer=LIMIT, headers=ACCEPT_ARROW) as client:
         for ids in ([1, 2, 3, 4, 5, 6, 7], [6, 6], [2, 2, 2, 2], [7, 1, 6, 4]):
             ends = np.cumsum([sizes[number - 1] for number in ids])
             with monkeypatch.context() as patch:
@@ -149,11 +145,9 @@ def test_results_and_episodes_are_bounded(client: httpx.Client) -> None:
         assert cut.headers["X-Truncated"] == "true"
         assert len(cut.content) < LIMIT + 10_000
     assert client.get(f"{RUN}/episodes", headers=JSON).status_code == 200
-    with expstore.connect(str(client.base_url.join("/run"))) as rb:
-        row = TensorDict({"x": torch.zeros(1, 248)}, [1])
-        rb.extend(row, source="y", episode_info={"note": "x" * 20_000})
-    refused = client.get(f"{RUN}/episodes", headers=JSON)
-    assert (refused.status_code, refused.json()["error"]["kind"]) == (413, "too_large")
+    note = {"info": {"note": "x" * 20_000}}
+    client.patch(f"{RUN}/episodes/1", json=note, headers=JSON).raise_for_status()
+    assert refusal_of(client.get(f"{RUN}/episodes", headers=JSON)) == (413, "too_large")
     assert client.get(f"{RUN}/episodes", headers=ACCEPT_ARROW).status_code == 200
 
 
@@ -164,17 +158,13 @@ def test_sql_cannot_make_an_answer_of_any_size(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "run.exp", capacity=100) as rb:
         rb.extend(TensorDict({"x": torch.zeros(3)}, [3]))
     name = "k" * 4000
-    with (
-        Serving(Settings(path=tmp_path, max_answer=1 << 20, sql_seconds=30.0)) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
-    ):
+    with api_client(tmp_path, max_answer=1 << 20, sql_seconds=30.0) as client:
         for query in (
             "SELECT repeat([true], 100000) FROM range(10)",
             f"SELECT repeat([{{'{name}': true}}], 10000)",
             f"SELECT repeat(['{name}'::ENUM('{name}')], 10000)",
         ):
-            answer = client.post(f"{RUN}/sql", json={"query": query})
-            assert (answer.status_code, answer.json()["error"]["kind"]) == (413, "too_large"), query[:40]
+            assert refusal_of(client.post(f"{RUN}/sql", json={"query": query})) == (413, "too_large")
         fits = client.post(f"{RUN}/sql", json={"query": "SELECT repeat([true], 30000)"})
         assert fits.status_code == 200
         assert len(fits.content) < 1 << 20

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import logging
 import threading
@@ -26,8 +25,7 @@ from expstore.api.errors import KINDS, STATUS, status_of
 from expstore.api.gateway import find_route
 from expstore.api.openapi import Need
 from expstore.api.rate_limits import Rates
-from tests.support.asgi import ask, call
-from tests.support.servers import Serving
+from tests.support.asgi import api_client, ask, call, refusal_of, routes_of
 
 TOKEN, READ_TOKEN = b"writes-7a", b"reads-3c"
 HEADERS = {"Authorization": f"Bearer {TOKEN.decode()}"}
@@ -36,121 +34,90 @@ ONCE = {"count": 1}
 
 
 @pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    settings = Settings(path=tmp_path_factory.mktemp("runs"), token=TOKEN, read_token=READ_TOKEN)
-    with Serving(settings) as server, httpx.Client(base_url=server.url, headers=HEADERS) as client:
-        assert client.put("/v1/stores/run", json={"fields": {"x": "int64"}}).status_code == 201
-        assert client.post("/v1/stores/run/add", json={"x": [1]}).status_code == 200
-        yield server
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """A client without a token of a server that has two."""
+    with api_client(tmp_path_factory.mktemp("runs"), token=TOKEN, read_token=READ_TOKEN) as client:
+        fields = {"fields": {"x": "int64"}}
+        assert client.put("/v1/stores/run", json=fields, headers=HEADERS).status_code == 201
+        assert client.post("/v1/stores/run/add", json={"x": [1]}, headers=HEADERS).status_code == 200
+        yield client
 
 
 @pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    with Serving(Settings(path=tmp_path_factory.mktemp("runs"), hosts=("trainer.example",))) as server:
-        yield server
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """A client of a server without a token, which has a name."""
+    with api_client(tmp_path_factory.mktemp("runs"), hosts=("trainer.example",)) as client:
+        yield client
 
 
-def routes_of(app: Any) -> list[tuple[str, str, dict[str, Any]]]:
-    """Return method, path and description of every route, with names that are there."""
-    found = []
-    for path, acts in app.openapi()["paths"].items():
-        for method, act in acts.items():
-            told = path.replace("{name}", "run").replace("{episode}", "1").replace("{sampler}", "mine")
-            found.append((method.upper(), told.replace("{", "").replace("}", ""), act))
+@pytest.fixture(scope="module")
+def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    found: dict[str, Any] = create_app(Settings(path=tmp_path_factory.mktemp("runs"))).openapi()
     return found
-
-
-def error_of(answer: httpx.Response) -> dict[str, str]:
-    error: dict[str, str] = answer.json()["error"]
-    assert {"kind", "message", "hint"} <= set(error)
-    return error
 
 
 # -- tokens --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.guarantee("access/tokens")
-def test_no_route_answers_without_its_token(guarded: Serving) -> None:
+def test_no_route_answers_without_its_token(guarded: httpx.Client, document: dict[str, Any]) -> None:
     bodies = set()
-    with httpx.Client(base_url=guarded.url) as client:
-        routes = [*routes_of(guarded.app), ("GET", "/openapi.json", {}), ("POST", "/nowhere", {})]
-        assert len(routes) > 12
-        for method, path, _ in routes:
-            if path in ("/healthz", "/readyz"):
-                continue
-            for borne in (
-                None, "Bearer wrong", "Bearer", f"Basic {TOKEN.decode()}", TOKEN.decode(),
-                b"Bearer \xc3\xa4\xff", "Bearer " + "x" * 5000, f"Bearer {TOKEN.decode()}x",
-            ):  # fmt: skip
-                headers = [] if borne is None else [("Authorization", borne)]
-                answer = client.request(method, path, headers=headers, content=b"not looked at")
-                assert answer.status_code == 401, (method, path, borne)
-                assert answer.headers["WWW-Authenticate"] == "Bearer"
-                bodies.add(answer.content)
-            twice = client.request(method, path, headers=[("Authorization", f"Bearer {TOKEN.decode()}")] * 2)
-            assert twice.status_code == 401
-    assert len(bodies) == 1
-    body = bodies.pop()
+    routes = [*routes_of(document), ("GET", "/openapi.json", {}), ("POST", "/nowhere", {})]
+    assert len(routes) > 12
+    for method, path, _ in routes:
+        if path in ("/healthz", "/readyz"):
+            continue
+        for borne in (
+            [], ["Bearer wrong"], ["Bearer"], [f"Basic {TOKEN.decode()}"], [TOKEN.decode()],
+            [b"Bearer \xc3\xa4\xff"], ["Bearer " + "x" * 5000], [f"Bearer {TOKEN.decode()}x"],
+            [HEADERS["Authorization"]] * 2,
+        ):  # fmt: skip
+            headers = [("Authorization", one) for one in borne]
+            answer = guarded.request(method, path, headers=headers, content=b"not looked at")
+            assert answer.status_code == 401, (method, path, borne)
+            assert answer.headers["WWW-Authenticate"] == "Bearer"
+            bodies.add(answer.content)
+    (body,) = bodies
     assert b"not looked at" not in body
     assert b"a valid token is needed" in body
     assert b"expstore.connect(url, token=TOKEN)" in body
 
 
-@pytest.mark.guarantee("access/read-token", "The read token changes nothing.")
-def test_the_read_token_only_reads(guarded: Serving) -> None:
-    writing = set()
+def test_the_read_token_only_reads(guarded: httpx.Client, document: dict[str, Any]) -> None:
     headers = {"Authorization": f"bearer {READ_TOKEN.decode()}"}
-    with httpx.Client(base_url=guarded.url, headers=headers, timeout=30) as client:
-        for method, path, act in routes_of(guarded.app):
-            answer = client.request(method, path, json={"batches": 1}, params=ONCE)
-            writes = method == "POST" and act["tags"][0] in ("writing", "versions")
-            reads = method == "GET" or (method == "POST" and not writes)
-            assert (answer.status_code == 403) is not reads, (method, path, answer.text)
-            if not reads:
-                writing.add(f"{method} {path}")
-                assert error_of(answer)["kind"] == "forbidden"
-        assert client.post("/v1/nowhere").status_code == 403
-        assert client.delete("/v1/stores/run").status_code == 403
-    assert writing >= {
-        "PUT /v1/stores/run", "POST /v1/stores/run/extend", "POST /v1/stores/run/add",
-        "POST /v1/stores/run/priorities", "POST /v1/stores/run/flush", "PUT /v1/stores/run/samplers/mine",
-        "DELETE /v1/stores/run/samplers/mine", "POST /v1/stores/run/dumps", "POST /v1/stores/run/loads",
-    }  # fmt: skip
+    writing = 0
+    for method, path, act in routes_of(document):
+        answer = guarded.request(method, path, json={"batches": 1}, params=ONCE, headers=headers)
+        reads = method == "GET" or (method == "POST" and act["tags"][0] not in ("writing", "versions"))
+        assert (answer.status_code == 403) is not reads, (method, path, answer.text)
+        if not reads:
+            writing += 1
+            assert refusal_of(answer) == (403, "forbidden")
+    assert writing >= 9
+    assert guarded.post("/v1/nowhere", headers=headers).status_code == 403
 
 
-def test_the_token_does_all(guarded: Serving) -> None:
-    with httpx.Client(base_url=guarded.url, headers=HEADERS) as client:
-        for method, path, _ in routes_of(guarded.app):
-            answer = client.request(method, path, json={"batches": 1}, params=ONCE)
-            assert answer.status_code not in (401, 403), (method, path)
-
-
-def test_every_route_says_who_may_ask(guarded: Serving) -> None:
+def test_every_route_says_who_may_ask(document: dict[str, Any]) -> None:
     """A route without a tag that is known needs the token that writes."""
-    for _, path, act in routes_of(guarded.app):
-        assert set(act.get("tags", ())) <= {"asking", "open", "reading", "sampling", "versions", "writing"}, (
-            path
-        )
-        assert act.get("tags"), path
+    known = {"asking", "open", "reading", "sampling", "versions", "writing"}
+    for _, path, act in routes_of(document):
+        assert set(act["tags"]) <= known, path
+        assert act["tags"], path
     new = APIRouter()
     for path, method, tags in (
-        ("/new/{it}", "GET", []),
-        ("/new/{it}", "POST", ["other"]),
-        ("/hidden", "GET", ["open"]),
-    ):
+        ("/new/{it}", "GET", []), ("/new/{it}", "POST", ["other"]), ("/hidden", "GET", ["open"]),
+    ):  # fmt: skip
         new.add_api_route(
             path, lambda: None, methods=[method], tags=tags, include_in_schema=path != "/hidden"
         )
-
-    def find(method: str, path: str) -> tuple[str, str]:
+    for method, path, route, need in (
+        ("GET", "/new/1", "/new/{it}", Need.WRITE),
+        ("POST", "/new/1", "/new/{it}", Need.WRITE),
+        ("HEAD", "/new/1", "/new/{it}", Need.READ),
+        ("POST", "/new/1/2", "(none)", Need.WRITE),
+        ("GET", "/hidden", "(none)", Need.READ),
+    ):
         found = find_route(new.routes, {"type": "http", "method": method, "path": path})
-        return found.path, found.need
-
-    assert find("GET", "/new/1") == ("/new/{it}", Need.WRITE)
-    assert find("POST", "/new/1") == ("/new/{it}", Need.WRITE)
-    assert find("HEAD", "/new/1") == ("/new/{it}", Need.READ)
-    assert find("POST", "/new/1/2") == ("(none)", Need.WRITE)
-    assert find("GET", "/hidden") == ("(none)", Need.READ)
+        assert (found.path, found.need) == (route, need)
 
 
 @pytest.mark.parametrize("read_only", [False, True])
@@ -168,11 +135,6 @@ def test_the_routes_are_those_of_the_document(tmp_path: Path, read_only: bool) -
             assert found.is_parsed == (content == {"application/json"})
 
 
-@pytest.mark.guarantee(
-    "access/tokens",
-    "Without a token a server answers this machine only; with one, only `/healthz`, `/readyz` and the "
-    "page's files are answered without it.",
-)
 def test_without_a_token_others_are_not_answered(tmp_path: Path) -> None:
     """Whatever serves the application: an address that others reach needs a token."""
     for server, status in (("127.0.0.1", 200), ("::1", 200), ("10.1.2.3", 403), ("2001:db8::1", 403)):
@@ -202,113 +164,78 @@ def test_settings_whose_tokens_protect_nothing_are_refused(tmp_path: Path) -> No
 # -- hosts and pages -----------------------------------------------------------------------------------
 
 
-@pytest.mark.guarantee("access/sites")
-def test_only_its_own_names_are_answered(opened: Serving) -> None:
-    port = opened.port
-    good = ("localhost", "LOCALHOST:1", "127.0.0.1", f"127.0.0.1:{port}", "[::1]:80", "Trainer.example:8420")
+def test_only_its_own_names_are_answered(opened: httpx.Client) -> None:
+    good = ("localhost", "LOCALHOST:1", "127.0.0.1", "127.0.0.1:8420", "[::1]:80", "Trainer.example:8420")
     bad = (
-        "evil.example",
-        "localhost.evil.example",
-        "127.0.0.1.evil.example",
-        "",
-        "[::2]",
-        "10.0.0.1",
-        "@",
-        ":",
-        f"127.0.0.1:{port}@evil",
-        "127.0.0.1:evil",
-        "127.0.0.1:",
-        "127.0.0.1:1:2",
-        "127.0.0.1:123456",
-        "evil@127.0.0.1",
-        "localhost/evil:80",
-        "localhost evil",
-        "[::1]evil",
-        "[::1",
-    )
-    with httpx.Client(base_url=opened.url) as client:
-        for host in good + bad:
-            for path in ("/healthz", "/v1/stores", "/nowhere"):
-                answer = client.get(path, headers={"Host": host})
-                assert (answer.status_code == 400) is (host in bad), (host, path)
-                if host in bad:
-                    assert error_of(answer)["kind"] == "host"
+        "evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "", "[::2]", "10.0.0.1", "@", ":",
+        "127.0.0.1:8420@evil", "127.0.0.1:evil", "127.0.0.1:", "127.0.0.1:1:2", "127.0.0.1:123456",
+        "evil@127.0.0.1", "localhost/evil:80", "localhost evil", "[::1]evil", "[::1",
+    )  # fmt: skip
+    for host in good + bad:
+        for path in ("/healthz", "/v1/stores", "/nowhere"):
+            answer = opened.get(path, headers={"Host": host})
+            assert (answer.status_code == 400) is (host in bad), (host, path)
+            if host in bad:
+                assert refusal_of(answer) == (400, "host")
 
 
-@pytest.mark.guarantee("access/sites", "Pages of other web sites can change nothing and see nothing.")
-def test_pages_of_other_sites_change_nothing_and_see_nothing(opened: Serving) -> None:
-    here = f"127.0.0.1:{opened.port}"
-    cases: list[tuple[dict[str, str], bool]] = [
-        ({}, True),
-        ({"Origin": f"http://{here}"}, True),
-        ({"Sec-Fetch-Site": "same-origin", "Origin": f"http://{here}"}, True),
-        ({"Sec-Fetch-Site": "none"}, True),
-        ({"Sec-Fetch-Site": "cross-site"}, False),
-        ({"Sec-Fetch-Site": "same-site"}, False),
-        ({"Origin": "http://evil.example"}, False),
-        ({"Origin": "null"}, False),
-        ({"Origin": ""}, False),
-        ({"Origin": "http://[broken"}, False),
-        ({"Origin": "http://127.0.0.1:1"}, False),
-        ({"Origin": f"http://evil.example@{here}.evil.example"}, False),
+def test_pages_of_other_sites_change_nothing_and_see_nothing(opened: httpx.Client) -> None:
+    here = "127.0.0.1:8420"
+    allowed: list[dict[str, str]] = [
+        {},
+        {"Origin": f"http://{here}"},
+        {"Sec-Fetch-Site": "same-origin", "Origin": f"http://{here}"},
+        {"Sec-Fetch-Site": "none"},
     ]
-    numbers = itertools.count()
-    with httpx.Client(base_url=opened.url) as client:
-        for headers, allowed in cases:
-            name = f"page{next(numbers)}"
-            made = client.put(f"/v1/stores/{name}", json={}, headers=headers)
-            assert made.status_code == (201 if allowed else 403), headers
-            assert (name in client.get("/v1/stores").json()["stores"]) is allowed
-            for path in (
-                "/v1/stores",
-                "/v1/stores/none/episodes?where=true",
-                "/docs",
-                "/metrics",
-                "/nowhere",
-            ):
-                seen = client.get(path, headers=headers)
-                assert (seen.status_code != 403) is allowed, (path, headers)
-                assert seen.headers["Cross-Origin-Resource-Policy"] == "same-origin"
-            for path in ("/ui/", "/healthz"):  # they hold no data, and may be linked to
-                assert client.get(path, headers=headers).status_code == 200
-
-
-def test_form_data_and_plain_text_are_refused(opened: Serving) -> None:
-    """What a page may send without asking first is not what routes take; and no page is ever allowed."""
-    with httpx.Client(base_url=opened.url) as client:
-        client.put("/v1/stores/plain", json={"fields": {"x": "int64"}})
-        for kind in (
-            "text/plain",
-            "application/x-www-form-urlencoded",
-            "multipart/form-data; boundary=x",
-            "",
-        ):
-            for path in ("extend", "add", "priorities", "rows"):
-                body = b'{"x": [1], "ids": [1], "priorities": [1]}'
-                answer = client.post(f"/v1/stores/plain/{path}", content=body, headers={"Content-Type": kind})
-                assert answer.status_code in (415, 422), (kind, path)
-        assert client.get("/v1/stores/plain").json()["rows"] == 0
-        asked = client.options(
-            "/v1/stores/plain/extend",
-            headers={"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"},
+    foreign = [{"Sec-Fetch-Site": site} for site in ("cross-site", "same-site")]
+    foreign += [
+        {"Origin": origin}
+        for origin in (
+            "http://evil.example", "null", "", "http://[broken", "http://127.0.0.1:1",
+            f"http://evil.example@{here}.evil.example",
         )
-        assert asked.status_code == 403
-        assert not [name for name in asked.headers if name.startswith("access-control")]
+    ]  # fmt: skip
+    for number, headers in enumerate(allowed + foreign):
+        is_allowed = number < len(allowed)
+        made = opened.put(f"/v1/stores/page{number}", json={}, headers=headers)
+        assert made.status_code == (201 if is_allowed else 403), headers
+        assert (f"page{number}" in opened.get("/v1/stores").json()["stores"]) is is_allowed
+        for path in ("/v1/stores", "/v1/stores/none/episodes?where=true", "/docs", "/metrics", "/nowhere"):
+            seen = opened.get(path, headers=headers)
+            assert (seen.status_code != 403) is is_allowed, (path, headers)
+            assert seen.headers["Cross-Origin-Resource-Policy"] == "same-origin"
+        for path in ("/ui/", "/healthz"):  # they hold no data, and may be linked to
+            assert opened.get(path, headers=headers).status_code == 200
+
+
+def test_form_data_and_plain_text_are_refused(opened: httpx.Client) -> None:
+    """What a page may send without asking first is not what routes take; and no page is ever allowed."""
+    opened.put("/v1/stores/plain", json={"fields": {"x": "int64"}})
+    body = b'{"x": [1], "ids": [1], "priorities": [1]}'
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""):
+        for path in ("extend", "add", "priorities", "rows"):
+            answer = opened.post(f"/v1/stores/plain/{path}", content=body, headers={"Content-Type": kind})
+            assert answer.status_code == (415 if path in ("extend", "add") else 422), (kind, path)
+    assert opened.get("/v1/stores/plain").json()["rows"] == 0
+    asked = opened.options(
+        "/v1/stores/plain/extend",
+        headers={"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"},
+    )
+    assert asked.status_code == 403
+    assert not [name for name in asked.headers if name.startswith("access-control")]
 
 
 # -- rates ---------------------------------------------------------------------------------------------
 
 
 def test_a_client_that_asks_too_often_waits(tmp_path: Path) -> None:
-    settings = Settings(path=tmp_path, token=TOKEN, read_token=READ_TOKEN, rate=5.0)
-    with Serving(settings) as server, httpx.Client(base_url=server.url) as client:
-        codes = [client.get("/v1/stores", headers=HEADERS).status_code for _ in range(40)]
-        assert codes[:5] == [200] * 5
-        assert codes.count(429) > 20
-        refused = next(answer for answer in (client.get("/v1/stores", headers=HEADERS) for _ in range(40))
-                       if answer.status_code == 429)  # fmt: skip
-        assert error_of(refused)["kind"] == "too_many"
-        assert int(refused.headers["Retry-After"]) >= 1
+    with api_client(tmp_path, token=TOKEN, read_token=READ_TOKEN, rate=5.0) as client:
+        answers = [client.get("/v1/stores", headers=HEADERS) for _ in range(40)]
+        assert [answer.status_code for answer in answers[:5]] == [200] * 5
+        refused = [answer for answer in answers if answer.status_code == 429]
+        assert len(refused) > 20
+        assert refusal_of(refused[-1]) == (429, "too_many")
+        assert int(refused[-1].headers["Retry-After"]) >= 1
         # Who guesses tokens shares nothing with those who have one.
         wrong = {"Authorization": "Bearer guess"}
         assert [client.get("/v1/stores", headers=wrong).status_code for _ in range(40)].count(429) > 20
@@ -333,28 +260,23 @@ def test_buckets_fill_steadily() -> None:
 # -- what requests leave behind ------------------------------------------------------------------------
 
 
-def test_requests_have_ids(guarded: Serving) -> None:
-    with httpx.Client(base_url=guarded.url, headers=HEADERS) as client:
-        assert (
-            client.get("/healthz", headers={"X-Request-ID": "mine-1.2"}).headers["X-Request-ID"] == "mine-1.2"
-        )
-        made = {
-            client.get("/nowhere", headers={"X-Request-ID": bad}).headers["X-Request-ID"]
-            for bad in ("", "a b", "x" * 200, 'quote"', b"\xe9")
-        }
-        assert len(made) == 5
-        assert all(len(name) < 40 for name in made)
+def test_requests_have_ids(guarded: httpx.Client) -> None:
+    def id_of(sent: str | bytes) -> str:
+        return guarded.get("/healthz", headers={"X-Request-ID": sent}).headers["X-Request-ID"]
+
+    assert id_of("mine-1.2") == "mine-1.2"
+    made = {id_of(bad) for bad in ("", "a b", "x" * 200, 'quote"', b"\xe9")}
+    assert len(made) == 5
+    assert all(len(name) < 40 for name in made)
 
 
-def test_the_access_log_contains_no_secrets(guarded: Serving, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_access_log_contains_no_secrets(guarded: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "expstore.access"):
-        with httpx.Client(base_url=guarded.url, headers=HEADERS) as client:
-            headers = {"X-Request-ID": "seen"}
-            client.post("/v1/stores/run/add?source=hidden", json={"x": [424242]}, headers=headers)
-            client.get("/v1/stores/a%0Ab%22", headers={"Authorization": "Bearer guessed"})
-            client.get("/healthz")
+        headers = HEADERS | {"X-Request-ID": "seen"}
+        guarded.post("/v1/stores/run/add?source=hidden", json={"x": [424242]}, headers=headers)
+        guarded.get("/v1/stores/a%0Ab%22", headers={"Authorization": "Bearer guessed"})
     lines = [record.getMessage() for record in caplog.records if record.name == "expstore.access"]
-    first, second = map(json.loads, lines[:2])  # what comes last may be answered before it is noted
+    first, second = map(json.loads, lines)
     assert first["id"] == "seen"
     assert (first["method"], first["route"]) == ("POST", "/v1/stores/{name}/add")
     assert (first["status"], first["may"], first["client"]) == (200, "write", "127.0.0.1")
@@ -366,7 +288,7 @@ def test_the_access_log_contains_no_secrets(guarded: Serving, caplog: pytest.Log
 
 
 def test_figures_are_counted(tmp_path: Path) -> None:
-    with Serving(Settings(path=tmp_path)) as server, httpx.Client(base_url=server.url) as client:
+    with api_client(tmp_path) as client:
         client.put("/v1/stores/run", json={"fields": {"x": "int64"}})
         for first in (0, 10):
             client.post("/v1/stores/run/extend", json={"x": list(range(first, first + 10))})
@@ -392,6 +314,7 @@ def test_figures_are_counted(tmp_path: Path) -> None:
     assert value("expstore_request_seconds_bucket", **extend, le="+Inf") == 2
     assert value("expstore_request_seconds_sum", **extend) > 0
     assert value("expstore_rows_in_total", **extend) == 20
+    assert sum(one for (name, _), one in found.items() if name == "expstore_rows_in_total") == 20
     assert value("expstore_rows_out_total", route="/v1/stores/{name}/rows") == 3
     assert value("expstore_rows_out_total", route="/v1/stores/{name}/sample/stream") == 21
     assert value("expstore_bytes_in_total", **extend) > 40
@@ -439,7 +362,6 @@ def test_figures_of_stores_that_cannot_be_read_are_left_out(
     app.state.stores.close()
 
 
-@pytest.mark.guarantee("access/tokens")
 def test_readiness_needs_no_token_and_tells_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Probes of orchestrators have no token."""
     folder, store = tmp_path / "runs", tmp_path / "secret.exp"
@@ -475,7 +397,7 @@ def test_figures_come_in_the_format_that_is_preferred(tmp_path: Path) -> None:
         "text/plain; version=1.x": plain,
         "image/png": plain,
     }  # fmt: skip
-    with Serving(Settings(path=tmp_path)) as server, httpx.Client(base_url=server.url) as client:
+    with api_client(tmp_path) as client:
         for accept, media_type in wanted.items():
             answer = client.get("/metrics", headers={"Accept": accept})
             assert (answer.status_code, answer.headers["Content-Type"]) == (200, media_type)
@@ -487,13 +409,12 @@ def test_figures_come_in_the_format_that_is_preferred(tmp_path: Path) -> None:
 
 
 def test_servers_of_one_process_count_apart(tmp_path: Path) -> None:
-    settings = [Settings(path=tmp_path / name) for name in ("one", "two")]
-    for each in settings:
-        each.path.mkdir()
-    with Serving(settings[0]) as one, Serving(settings[1]) as two:
-        httpx.put(f"{one.url}/v1/stores/run", json={"fields": {"x": "int64"}})
-        assert 'expstore_store_rows{store="run"} 0' in httpx.get(f"{one.url}/metrics").text
-        figures = httpx.get(f"{two.url}/metrics").text
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    with api_client(tmp_path / "one") as one, api_client(tmp_path / "two") as two:
+        one.put("/v1/stores/run", json={"fields": {"x": "int64"}})
+        assert 'expstore_store_rows{store="run"} 0' in one.get("/metrics").text
+        figures = two.get("/metrics").text
     assert "expstore_stores_open 0" in figures
     assert "/v1/stores" not in figures
 
@@ -516,33 +437,33 @@ def test_every_error_has_a_status() -> None:
     assert {kind: status_of(kind("text")) for kind in refused} == refused
 
 
-@pytest.mark.guarantee("access/folder")
 def test_internal_errors_reveal_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    server = Serving(Settings(path=tmp_path))
+    app = create_app(Settings(path=tmp_path))
 
-    @server.app.get("/broken", tags=["reading"])
+    @app.get("/broken", tags=["reading"])
     def broken() -> None:
         raise RuntimeError(f"secret of {tmp_path}")
 
-    @server.app.get("/disk", tags=["reading"])
+    @app.get("/disk", tags=["reading"])
     def disk() -> None:
         raise errors.StorageError(f"cannot read {tmp_path}/x")
 
-    with server, httpx.Client(base_url=server.url) as client:
+    with api_client(app) as client:
         for path, kind in (("/broken", "internal"), ("/disk", "storage")):
             answer = client.get(path, headers={"X-Request-ID": "failed"})
-            assert answer.status_code == 500
-            assert error_of(answer)["kind"] == kind
+            assert refusal_of(answer) == (500, kind)
             assert str(tmp_path) not in answer.text
             assert answer.headers["X-Request-ID"] == "failed"
         (tmp_path / "full.exp").mkdir()
         (tmp_path / "full.exp" / "x").touch()
-        refused = error_of(client.put("/v1/stores/full", json={}))
+        refused = client.put("/v1/stores/full", json={}).json()["error"]
         assert refused["message"] == "full.exp is not empty and not a store: it holds x"
-        for path, status in (("/nowhere", 404), ("/v1/stores/none", 404), ("/healthz", 405)):
-            answer = client.request("DELETE" if status == 405 else "GET", path)
-            assert answer.status_code == status
-            assert str(tmp_path) not in json.dumps(error_of(answer))
+        for method, path, status in (
+            ("GET", "/nowhere", 404), ("GET", "/v1/stores/none", 404), ("DELETE", "/healthz", 405)
+        ):  # fmt: skip
+            answer = client.request(method, path)
+            assert refusal_of(answer)[0] == status
+            assert str(tmp_path) not in answer.text
     logged = [record for record in caplog.records if "request failed" in record.getMessage()]
     assert any(record.exc_info and "secret" in str(record.exc_info[1]) for record in logged)
     assert any(str(tmp_path) in record.getMessage() for record in logged)

@@ -6,7 +6,6 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from expstore.api import Settings
@@ -54,34 +53,23 @@ def test_a_body_that_ends_early_is_refused_before_the_response(tmp_path: Path) -
     assert b"the body ended early" in sent[1]["body"]
 
 
-@pytest.mark.parametrize(
-    ("headers", "status"),
-    [
-        ({b"content-length": b"ten"}, 400),
-        ({b"content-length": b""}, 400),
-        ({b"content-length": b"-1"}, 400),
-        ({b"content-length": b"+1"}, 400),
-        ({b"content-length": b"1_0"}, 400),
-        ({b"content-length": b"1, 2"}, 400),
-        ({b"content-length": b"\xb2"}, 400),  # a digit of Latin-1 to str.isdigit
-        ({b"content-length": b"5", b"transfer-encoding": b"chunked"}, 400),
-        ({b"content-length": b"9" * 5000}, 413),
-        ({b"content-length": b"0" * 5000 + b"5"}, 200),
-        ({b"content-length": b" 5 "}, 200),
-        ({b"transfer-encoding": b"chunked"}, 200),
-    ],
-)
-def test_lengths_that_are_no_numbers_are_refused(
-    tmp_path: Path, headers: dict[bytes, bytes], status: int
-) -> None:
+def test_lengths_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     """uvicorn refuses most of these itself; other servers pass them on."""
-    assert asyncio.run(pass_request(respond, tmp_path, tuple(headers.items())))[1][0]["status"] == status
-
-
-def test_two_different_lengths_are_refused(tmp_path: Path) -> None:
-    for second, status in ((b"5", 200), (b"6", 400)):
-        headers = ((b"content-length", b"5"), (b"content-length", second))
-        assert asyncio.run(pass_request(respond, tmp_path, headers))[1][0]["status"] == status
+    for status, lengths, others in (
+        *((400, [length], []) for length in (b"ten", b"", b"-1", b"+1", b"1_0", b"1, 2")),
+        (400, [b"\xb2"], []),  # a digit of Latin-1 to str.isdigit
+        (400, [b"5"], [b"chunked"]),
+        (413, [b"9" * 5000], []),
+        (200, [b"0" * 5000 + b"5"], []),
+        (200, [b" 5 "], []),
+        (200, [], [b"chunked"]),
+        (200, [b"5", b"5"], []),
+        (400, [b"5", b"6"], []),
+    ):
+        headers = [(b"content-length", one) for one in lengths]
+        headers += [(b"transfer-encoding", one) for one in others]
+        _, sent = asyncio.run(pass_request(respond, tmp_path, tuple(headers)))
+        assert sent[0]["status"] == status, headers
 
 
 async def respond(scope: Scope, receive: Receive, send: Send, received: list[Message]) -> None:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
-import torch
-from tensordict import TensorDict
+from fastapi import FastAPI
 
 import expstore
 from expstore.api import Settings, create_app
 from expstore.api.stores import Stores
 from expstore.disk.files import Disk
 from expstore.errors import StorageError
-from tests.support.arrow_bodies import ARROW, batch_of, body_of, post_rows
+from tests.support.arrow_bodies import batch_of, post_rows
+from tests.support.asgi import api_client, refusal_of
+from tests.support.batches import numbered_rows
 from tests.support.servers import Serving, serving
+from tests.support.stores import build_store
+from tests.support.waits import wait_until
 
 pytestmark = pytest.mark.index
 
@@ -25,20 +29,15 @@ RUN = "/v1/stores/run"
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Serving]:
+def app(tmp_path: Path) -> FastAPI:
     (tmp_path / "runs").mkdir()
-    with Serving(Settings(path=tmp_path / "runs", wait_seconds=20)) as server:
-        yield server
+    return create_app(Settings(path=tmp_path / "runs", wait_seconds=60))
 
 
 @pytest.fixture
-def client(server: Serving) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=30) as client:
+def client(app: FastAPI) -> Iterator[httpx.Client]:
+    with api_client(app) as client:
         yield client
-
-
-def error_of(answer: httpx.Response) -> tuple[int, str]:
-    return answer.status_code, answer.json()["error"]["kind"]
 
 
 def delete(client: httpx.Client, name: str = "run") -> httpx.Response:
@@ -46,8 +45,7 @@ def delete(client: httpx.Client, name: str = "run") -> httpx.Response:
 
 
 def make_store(path: Path) -> None:
-    with expstore.open(path, schema={"x": "int64"}) as rb:
-        rb.extend(TensorDict({"x": torch.arange(3)}, [3]))
+    build_store(path, numbered_rows(3, key="x"))
 
 
 @pytest.mark.slow
@@ -62,7 +60,7 @@ def test_a_store_goes_with_its_folder(client: httpx.Client, tmp_path: Path) -> N
     assert delete(client).json() == {"name": "run"}
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["other.exp"]
     assert client.get("/v1/stores").json()["stores"] == ["other"]
-    assert error_of(client.get(RUN)) == error_of(delete(client)) == (404, "not_found")
+    assert refusal_of(client.get(RUN)) == refusal_of(delete(client)) == (404, "not_found")
     client.put(RUN, json={}).raise_for_status()  # the name is free
     assert post_rows(client, 5).json()["first_id"] == 1
 
@@ -80,58 +78,51 @@ def test_the_name_is_repeated(client: httpx.Client, tmp_path: Path) -> None:
     assert client.delete(RUN).status_code == 422
     for confirm in ("", "Run", "run.exp", "other", "run/"):
         refused = client.delete(RUN, params={"confirm": confirm})
-        assert error_of(refused) == (400, "confirm")
+        assert refusal_of(refused) == (400, "confirm")
     assert client.get(RUN).json()["rows"] == 3
 
 
-def test_a_store_in_use_is_kept(client: httpx.Client, server: Serving) -> None:
-    client.put(RUN, json={}).raise_for_status()
-    post_rows(client, 300).raise_for_status()
-    with client.stream("POST", f"{RUN}/sample/stream", json={"batch_size": 256}) as endless:
-        parts = endless.iter_raw()
-        next(parts)
-        assert error_of(delete(client)) == (409, "in_use")
-        post_rows(client, 5, 300).raise_for_status()  # the store is served as before
-    with expstore.connect(f"{server.url}/run") as rb:
-        rb.extend(batch_of(5, 305))
-        assert error_of(delete(client)) == (409, "in_use")
-        rb.extend(batch_of(5, 310))
-    while delete(client).status_code != 200:  # the server has yet to see that the stream's client is gone
-        assert client.get(RUN).json()["rows"] == 315
+def test_a_store_in_use_is_kept(app: FastAPI, tmp_path: Path) -> None:
+    with Serving(app.state.settings, app) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        client.put(RUN, json={}).raise_for_status()
+        post_rows(client, 300).raise_for_status()
+        with client.stream("POST", f"{RUN}/sample/stream", json={"batch_size": 256}) as endless:
+            parts = endless.iter_raw()
+            next(parts)
+            assert refusal_of(delete(client)) == (409, "in_use")
+            post_rows(client, 5, 300).raise_for_status()  # the store is served as before
+        with expstore.connect(f"{server.url}/run") as rb:
+            rb.extend(batch_of(5, 305))
+            assert refusal_of(delete(client)) == (409, "in_use")
+            rb.extend(batch_of(5, 310))
+        # the server has yet to see that the stream's client is gone
+        wait_until(lambda: delete(client).status_code == 200)
 
 
-def test_a_waiting_request_is_a_use(client: httpx.Client, server: Serving) -> None:
+def test_a_waiting_request_is_a_use(app: FastAPI, client: httpx.Client) -> None:
     client.put(RUN, json={"fields": {"x": "int64"}}).raise_for_status()
-    (served,) = server.app.state.stores.open_now()
-    found: list[httpx.Response] = []
-    began = threading.Event()
-
-    def wait() -> None:
-        with httpx.Client(base_url=server.url, timeout=30) as other:
-            found.append(other.post(f"{RUN}/sample", json={"batch_size": 1, "wait": 20}))
-
-    run = served.run
+    (served,) = app.state.stores.open_now()
+    run, began = served.run, threading.Event()
 
     async def run_noticed(act: object) -> object:
         began.set()
         return await run(act)
 
     served.run = run_noticed
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    assert began.wait(20)
-    assert error_of(delete(client)) == (409, "in_use")
-    client.post(f"{RUN}/extend", json={"x": [1]}).raise_for_status()
-    waiting.join(25)
-    assert found[0].status_code == 200
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client.post, f"{RUN}/sample", json={"batch_size": 1, "wait": 60})
+        assert began.wait(60)
+        assert refusal_of(delete(client)) == (409, "in_use")
+        client.post(f"{RUN}/extend", json={"x": [1]}).raise_for_status()
+        assert waiting.result(60).status_code == 200
     assert delete(client).status_code == 200
 
 
 def test_a_store_of_another_writer_is_kept(client: httpx.Client, tmp_path: Path) -> None:
-    with expstore.open(tmp_path / "runs" / "run.exp", schema={"x": "int64"}) as rb:
-        rb.extend(TensorDict({"x": torch.arange(3)}, [3]))
-        assert error_of(delete(client)) == (423, "locked")
-        rb.extend(TensorDict({"x": torch.arange(3)}, [3]))
+    with expstore.open(tmp_path / "runs" / "run.exp") as rb:
+        rb.extend(numbered_rows(3))
+        assert refusal_of(delete(client)) == (423, "locked")
+        rb.extend(numbered_rows(3))
     assert client.get(RUN).json()["rows"] == 6
 
 
@@ -154,21 +145,19 @@ def test_nothing_else_is_deleted(client: httpx.Client, tmp_path: Path) -> None:
         assert len(rb) == 3
 
 
-def test_a_single_store_and_a_reading_server_delete_nothing(tmp_path: Path) -> None:
+def test_who_may_delete(tmp_path: Path) -> None:
     make_store(tmp_path / "run.exp")
-    for settings in (Settings(path=tmp_path / "run.exp"), Settings(path=tmp_path, read_only=True)):
-        with Serving(settings) as server, httpx.Client(base_url=server.url) as client:
-            assert delete(client).status_code == (405 if settings.read_only else 409)
-            assert client.get(RUN).json()["rows"] == 3
-
-
-def test_a_read_token_deletes_nothing(tmp_path: Path) -> None:
-    make_store(tmp_path / "run.exp")
-    with Serving(Settings(path=tmp_path, token=b"writes", read_token=b"reads")) as server:
-        for token, status in (("reads", 403), ("wrong", 401), ("writes", 200)):
-            headers = {"Authorization": f"Bearer {token}"}
-            with httpx.Client(base_url=server.url, headers=headers) as client:
-                assert delete(client).status_code == status
+    tokens = {"token": b"writes", "read_token": b"reads"}
+    for path, settings, token, status in (
+        (tmp_path / "run.exp", {}, "", 409),
+        (tmp_path, {"read_only": True}, "", 405),
+        (tmp_path, tokens, "reads", 403),
+        (tmp_path, tokens, "wrong", 401),
+        (tmp_path, tokens, "writes", 200),
+    ):
+        with api_client(path, headers={"Authorization": f"Bearer {token}"}, **settings) as client:
+            assert delete(client).status_code == status
+            assert (tmp_path / "run.exp").exists() is (status != 200)
 
 
 @pytest.mark.parametrize("act", ["rename", "sync_dir", "rmtree"])
@@ -190,12 +179,12 @@ def test_a_crash_leaves_the_store_or_removes_it(
         with pytest.raises(KeyboardInterrupt):
             stores._delete("run", None)
     assert len(list(tmp_path.iterdir())) == 1
-    with Serving(Settings(path=tmp_path)) as server:
-        listed = httpx.get(f"{server.url}/v1/stores").json()["stores"]
+    with api_client(tmp_path) as client:
+        listed = client.get("/v1/stores").json()["stores"]
         assert listed == (["run"] if act == "rename" else [])
         assert [path.name for path in tmp_path.iterdir()] == (["run.exp"] if listed else [])
         if listed:
-            assert httpx.get(server.url + RUN).json()["rows"] == 3
+            assert client.get(RUN).json()["rows"] == 3
 
 
 @pytest.mark.slow
@@ -211,11 +200,11 @@ def test_a_leftover_that_cannot_be_removed_stops_nothing(
     with monkeypatch.context() as patched:
         patched.setattr(Disk, "gate", refuse)
         for _ in range(2):
-            with Serving(Settings(path=tmp_path)) as server, httpx.Client(base_url=server.url) as client:
+            with api_client(tmp_path) as client:
                 assert delete(client).status_code in (200, 404)
                 assert client.get("/v1/stores").json()["stores"] == []
         assert len(list(tmp_path.iterdir())) == 1
-    with Serving(Settings(path=tmp_path)):
+    with api_client(tmp_path):
         assert list(tmp_path.iterdir()) == []
 
 
@@ -227,16 +216,16 @@ def test_names_of_leftovers_alone_are_removed_at_the_start(tmp_path: Path) -> No
     make_store(outside)
     (tmp_path / (".expstore-deleted-" + "a" * 32)).symlink_to(outside)
     (tmp_path / (".expstore-deleted-" + "b" * 32)).mkdir()
-    with Serving(Settings(path=tmp_path)):
+    with api_client(tmp_path):
         assert {path.name for path in tmp_path.iterdir()} == {*kept, ".expstore-deleted-" + "a" * 32}
     with expstore.open(outside, mode="r") as rb:
         assert len(rb) == 3
 
 
 def test_a_killed_server_deletes_for_good(tmp_path: Path) -> None:
-    with serving(tmp_path) as (child, facts), httpx.Client(base_url=facts["listening"]) as client:
+    with serving(tmp_path) as (child, facts), httpx.Client(base_url=facts["listening"], timeout=60) as client:
         client.put(RUN, json={}).raise_for_status()
-        client.post(f"{RUN}/extend", content=body_of(batch_of(30)), headers=ARROW).raise_for_status()
+        post_rows(client, 30).raise_for_status()
         assert delete(client).status_code == 200
         child.kill()
         child.wait(60)

@@ -6,9 +6,8 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -17,7 +16,9 @@ import expstore
 from expstore.api import Settings
 from expstore.api.routes import events
 from tests.support.arrow_bodies import batch_of, post_rows
+from tests.support.asgi import api_client, refusal_of
 from tests.support.servers import Serving
+from tests.support.waits import wait_until
 
 RUN = "/v1/stores/run"
 #: For what must happen; the machine may be busy.
@@ -42,13 +43,6 @@ def client(server: Serving) -> Iterator[httpx.Client]:
 def listeners(server: Serving) -> int:
     found: int = server.app.state.stores.listeners.borrowed_tokens
     return found
-
-
-def wait_until(is_so: Callable[[], Any]) -> None:
-    due = time.monotonic() + PATIENCE
-    while not is_so():
-        assert time.monotonic() < due, "it did not happen in time"
-        time.sleep(0.02)
 
 
 def read_events(answer: httpx.Response) -> Iterator[dict[str, int]]:
@@ -81,15 +75,18 @@ def test_an_event_at_once_and_one_for_growth(client: httpx.Client) -> None:
         assert time.monotonic() - began > 1.0
 
 
-def test_a_stream_may_end_by_itself(client: httpx.Client) -> None:
-    answer = client.get(f"{RUN}/events", params={"count": 1})
-    assert answer.text == (
-        'event: grew\ndata: {"rows": 20, "written": 20, "episodes": 2, "generation": 2}\n\n'
-    )
-    assert answer.headers["Cache-Control"] == "no-store"
-    assert client.get("/v1/stores/none/events").status_code == 404
-    foreign = client.get(f"{RUN}/events", headers={"Sec-Fetch-Site": "cross-site"})
-    assert (foreign.status_code, foreign.json()["error"]["kind"]) == (403, "origin")
+def test_a_stream_may_end_by_itself(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "run.exp") as rb:
+        rb.extend(batch_of(20))
+    with api_client(tmp_path) as client:
+        answer = client.get(f"{RUN}/events", params={"count": 1})
+        assert answer.text == (
+            'event: grew\ndata: {"rows": 20, "written": 20, "episodes": 2, "generation": 2}\n\n'
+        )
+        assert answer.headers["Cache-Control"] == "no-store"
+        assert client.get("/v1/stores/none/events").status_code == 404
+        foreign = client.get(f"{RUN}/events", headers={"Sec-Fetch-Site": "cross-site"})
+        assert refusal_of(foreign) == (403, "origin")
 
 
 def test_comments_keep_a_quiet_stream_open(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,8 +123,7 @@ def test_streams_are_limited_and_others_go_on(server: Serving, client: httpx.Cli
         for one in crowd:
             one.sendall(head)
         wait_until(lambda: listeners(server) == 32)
-        refused = client.get(f"{RUN}/events")
-        assert (refused.status_code, refused.json()["error"]["kind"]) == (503, "busy")
+        assert refusal_of(client.get(f"{RUN}/events")) == (503, "busy")
         assert post_rows(client, 10, 20).status_code == 200
         assert client.get(RUN).json()["rows"] == 30
         crowd[0].close()

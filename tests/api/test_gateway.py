@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from expstore.api.errors import Refusal
 from expstore.api.gateway import JSON_BYTES
 from expstore.api.shards_app import create_shards_app
 from expstore.cluster.members import FixedMembers
-from tests.support.asgi import ask, call
+from tests.support.asgi import ask, call, refusal_of
 
 READ, WRITE = ({"Authorization": f"Bearer {token}"} for token in ("reads", "writes"))
 HOST = (b"host", b"127.0.0.1")
@@ -53,136 +54,113 @@ def access(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[dict[
 # -- routes --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("settings", "path", "allowed"),
-    [
-        ({}, "/v1/stores/run", "DELETE, GET, PUT"),
-        ({"read_only": True}, "/v1/stores/run", "GET"),
-        ({}, "/v1/stores/run/samplers/mine", "DELETE, PUT"),
-        ({}, "/v1/stores/run/sql", "GET, POST"),
-        ({}, "/v1/stores/run/extend", "POST"),
-        ({}, "/v1/stores/run/episodes/1", "GET, PATCH"),
-        ({}, "/v1/stores/run/episodes/end", "POST"),
-        ({}, "/healthz", "GET"),
-        ({}, "/", "GET"),
-        ({}, "/docs", "GET"),
-        ({}, "/ui/app.js", "GET, HEAD"),
-        ({}, "/openapi.json", "GET, HEAD"),
-        ({"is_of_shards": True}, "/v1/stores/run/sql", "GET, POST"),
-        ({"is_of_shards": True}, "/v1/stores", "GET"),
-    ],
-)
 @pytest.mark.parametrize("prefix", ["", "/exp"])
-def test_a_method_that_a_path_lacks(
-    tmp_path: Path, settings: dict[str, Any], path: str, allowed: str, prefix: str
-) -> None:
+def test_a_method_that_a_path_lacks(tmp_path: Path, prefix: str) -> None:
     """Allow names the methods of all routes of the path, below a prefix too."""
+    usual, reading, shards = (
+        create(tmp_path),
+        create(tmp_path, read_only=True),
+        create(tmp_path, is_of_shards=True),
+    )
+    for app, path, allowed in (
+        (usual, "/v1/stores/run", {"DELETE", "GET", "PUT"}),
+        (reading, "/v1/stores/run", {"GET"}),
+        (usual, "/v1/stores/run/samplers/mine", {"DELETE", "PUT"}),
+        (usual, "/v1/stores/run/sql", {"GET", "POST"}),
+        (usual, "/v1/stores/run/extend", {"POST"}),
+        (usual, "/v1/stores/run/episodes/1", {"GET", "PATCH"}),
+        (reading, "/v1/stores/run/episodes/1", {"GET"}),
+        (usual, "/v1/stores/run/episodes/end", {"POST"}),
+        (usual, "/healthz", {"GET"}),
+        (usual, "/", {"GET"}),
+        (usual, "/docs", {"GET"}),
+        (usual, "/ui/app.js", {"GET", "HEAD"}),
+        (usual, "/openapi.json", {"GET", "HEAD"}),
+        (shards, "/v1/stores/run/sql", {"GET", "POST"}),
+        (shards, "/v1/stores", {"GET"}),
+    ):
 
-    async def check(client: httpx.AsyncClient) -> None:
-        answer = await client.request("BREW", f"{prefix}{path}", headers=WRITE)
-        assert answer.status_code == 405
-        assert set(answer.headers["Allow"].split(", ")) == set(allowed.split(", "))
+        async def request(client: httpx.AsyncClient, path: str = path) -> httpx.Response:
+            return await client.request("BREW", f"{prefix}{path}", headers=WRITE)
+
+        answer = ask(app, request, root_path=prefix)
+        assert refusal_of(answer) == (405, "method"), path
+        assert set(answer.headers["Allow"].split(", ")) == allowed, path
         error = answer.json()["error"]
-        assert error["kind"] == "method"
         assert error["message"] == f"{prefix}{path} does not take BREW"
         assert error["hint"].startswith(f"use {answer.headers['Allow'].replace(', ', ' or ')}")
-        assert error["hint"].endswith("; this server only reads its stores") is settings.get(
-            "read_only", False
-        )
-
-    ask(create(tmp_path, **settings), check, root_path=prefix)
+        assert error["hint"].endswith("; this server only reads its stores") is (app is reading)
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "token", "status", "route"),
-    [
-        ("GET", "/nowhere", READ, 404, "(none)"),
-        ("HEAD", "/nowhere", READ, 404, "(none)"),
-        ("OPTIONS", "/nowhere", READ, 404, "(none)"),
-        ("GET", "/nowhere", {}, 401, "(none)"),
-        ("POST", "/nowhere", READ, 403, "(none)"),
-        ("BREW", "/nowhere", READ, 403, "(none)"),
-        ("POST", "/nowhere", WRITE, 404, "(none)"),
-        ("GET", "/docs", {}, 401, "(none)"),
-        ("GET", "/docs", READ, 200, "(none)"),
-        ("GET", "/openapi.json", READ, 200, "(none)"),
-        ("GET", "/docs-assets/favicon.png", READ, 200, "(none)"),
-        ("GET", "/v1/stores/", READ, 404, "(none)"),
-        ("GET", "/healthz/", {}, 401, "(none)"),
-        ("HEAD", "/v1/stores", READ, 405, "/v1/stores"),
-        ("OPTIONS", "/v1/stores/run/extend", READ, 405, "/v1/stores/{name}/extend"),
-        ("PATCH", "/v1/stores/run", READ, 403, "/v1/stores/{name}"),
-        ("PATCH", "/v1/stores/run", WRITE, 405, "/v1/stores/{name}"),
-        ("HEAD", "/healthz", READ, 405, "/healthz"),
-        ("HEAD", "/healthz", {}, 401, "/healthz"),
-        ("GET", "/", {}, 307, "/ui"),
-        ("GET", "/ui", {}, 307, "/ui"),
-        ("GET", "/ui/", {}, 200, "/ui"),
-        ("HEAD", "/ui/app.js", {}, 200, "/ui"),
-        ("GET", "/ui/none", {}, 404, "/ui"),
-        ("HEAD", "/", {}, 405, "/ui"),
-        ("POST", "/ui/app.js", {}, 401, "(none)"),
-        ("POST", "/", READ, 403, "(none)"),
-        ("GET", "/uix", {}, 401, "(none)"),
-    ],
-)
-@pytest.mark.parametrize("prefix", ["", "/exp"])
+#: Requests: method, path, headers, status, and the route that is noted.
+REQUESTS = [
+    ("GET", "/nowhere", READ, 404, "(none)"),
+    ("HEAD", "/nowhere", READ, 404, "(none)"),
+    ("OPTIONS", "/nowhere", READ, 404, "(none)"),
+    ("GET", "/nowhere", {}, 401, "(none)"),
+    ("POST", "/nowhere", READ, 403, "(none)"),
+    ("BREW", "/nowhere", READ, 403, "(none)"),
+    ("POST", "/nowhere", WRITE, 404, "(none)"),
+    ("GET", "/docs", {}, 401, "(none)"),
+    ("GET", "/docs", READ, 200, "(none)"),
+    ("GET", "/openapi.json", READ, 200, "(none)"),
+    ("GET", "/docs-assets/favicon.png", READ, 200, "(none)"),
+    ("GET", "/v1/stores/", READ, 404, "(none)"),
+    ("GET", "/healthz/", {}, 401, "(none)"),
+    ("HEAD", "/v1/stores", READ, 405, "/v1/stores"),
+    ("OPTIONS", "/v1/stores/run/extend", READ, 405, "/v1/stores/{name}/extend"),
+    ("PATCH", "/v1/stores/run", READ, 403, "/v1/stores/{name}"),
+    ("PATCH", "/v1/stores/run", WRITE, 405, "/v1/stores/{name}"),
+    ("HEAD", "/healthz", READ, 405, "/healthz"),
+    ("HEAD", "/healthz", {}, 401, "/healthz"),
+    ("GET", "/", {}, 307, "/ui"),
+    ("GET", "/ui", {}, 307, "/ui"),
+    ("GET", "/ui/", {}, 200, "/ui"),
+    ("HEAD", "/ui/app.js", {}, 200, "/ui"),
+    ("GET", "/ui/none", {}, 404, "/ui"),
+    ("HEAD", "/", {}, 405, "/ui"),
+    ("POST", "/ui/app.js", {}, 401, "(none)"),
+    ("POST", "/", READ, 403, "(none)"),
+    ("GET", "/uix", {}, 401, "(none)"),
+]
+#: As `REQUESTS`, of the page over shards: they need the token of a server that only reads.
+REQUESTS_OF_SHARDS = [
+    ("GET", "/", {}, 307, "/ui"),
+    ("GET", "/v1/stores", {}, 401, "/v1/stores"),
+    ("POST", "/v1/stores/shard-0/sql", {}, 401, "/v1/stores/{name}/sql"),
+    ("POST", "/v1/stores/shard-1/sql", READ, 404, "/v1/stores/{name}/sql"),
+    ("POST", "/v1/stores/shard-0/sample", READ, 403, "/v1/stores/{name}/sample"),
+    ("GET", "/v1/stores/shard-1/episodes/7", READ, 404, "/v1/stores/{name}/episodes/{episode}"),
+    ("POST", "/v1/stores/shard-0/extend", READ, 403, "(none)"),
+    ("GET", "/v1/stores/shard-1/new/route", READ, 404, "(none)"),
+    ("DELETE", "/v1/stores/shard-0", READ, 403, "/v1/stores/{name}"),
+    ("PUT", "/v1/stores/shard-0/samplers/mine", READ, 403, "/v1/stores/{name}/samplers/{sampler}"),
+    ("GET", "/openapi.json", READ, 200, "(none)"),
+    ("GET", "/healthz", {}, 200, "/healthz"),
+]
+
+
+@pytest.mark.parametrize(("is_of_shards", "prefix"), [(False, ""), (False, "/exp"), (True, "")])
 def test_who_may_ask_and_what_is_noted(
-    tmp_path: Path,
-    access: Callable[[], list[dict[str, Any]]],
-    method: str,
-    path: str,
-    token: dict[str, str],
-    status: int,
-    route: str,
-    prefix: str,
+    tmp_path: Path, access: Callable[[], list[dict[str, Any]]], is_of_shards: bool, prefix: str
 ) -> None:
-    app = create(tmp_path)
+    app = create(tmp_path, is_of_shards=is_of_shards, read_only=is_of_shards)
+    requests = REQUESTS_OF_SHARDS if is_of_shards else REQUESTS
 
     async def check(client: httpx.AsyncClient) -> None:
-        assert (await client.request(method, f"{prefix}{path}", headers=token)).status_code == status
+        for method, path, token, status, _ in requests:
+            answer = await client.request(method, f"{prefix}{path}", headers=token)
+            assert answer.status_code == status, (method, path)
 
     ask(app, check, root_path=prefix)
-    (line,) = access()
-    named = method if method != "BREW" else "other"
-    assert (line["route"], line["status"], line["method"]) == (route, status, named)
-    assert line["path"] == f"{prefix}{path}"
-    counted = f'expstore_requests_total{{method="{named}",route="{route}",status="{status}"}} 1.0'
-    assert counted in app.state.metrics.render("")[0].decode().splitlines()
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "token", "status", "route"),
-    [
-        ("GET", "/", {}, 307, "/ui"),
-        ("GET", "/v1/stores", {}, 401, "/v1/stores"),
-        ("POST", "/v1/stores/shard-0/sql", {}, 401, "/v1/stores/{name}/sql"),
-        ("POST", "/v1/stores/shard-1/sql", READ, 404, "/v1/stores/{name}/sql"),
-        ("POST", "/v1/stores/shard-0/sample", READ, 403, "/v1/stores/{name}/sample"),
-        ("GET", "/v1/stores/shard-1/episodes/7", READ, 404, "/v1/stores/{name}/episodes/{episode}"),
-        ("POST", "/v1/stores/shard-0/extend", READ, 403, "(none)"),
-        ("GET", "/v1/stores/shard-1/new/route", READ, 404, "(none)"),
-        ("DELETE", "/v1/stores/shard-0", READ, 403, "/v1/stores/{name}"),
-        ("PUT", "/v1/stores/shard-0/samplers/mine", READ, 403, "/v1/stores/{name}/samplers/{sampler}"),
-        ("GET", "/openapi.json", READ, 200, "(none)"),
-        ("GET", "/healthz", {}, 200, "/healthz"),
-    ],
-)
-def test_requests_for_shards_need_the_token_of_a_reading_server(
-    tmp_path: Path,
-    access: Callable[[], list[dict[str, Any]]],
-    method: str,
-    path: str,
-    token: dict[str, str],
-    status: int,
-    route: str,
-) -> None:
-    async def check(client: httpx.AsyncClient) -> None:
-        assert (await client.request(method, path, headers=token, json={})).status_code == status
-
-    ask(create(tmp_path, is_of_shards=True, read_only=True), check)
-    (line,) = access()
-    assert (line["route"], line["status"]) == (route, status)
+    counts = Counter[str]()
+    for line, (method, path, _, status, route) in zip(access(), requests, strict=True):
+        named = method if method != "BREW" else "other"
+        assert (line["route"], line["status"], line["method"]) == (route, status, named)
+        assert line["path"] == f"{prefix}{path}"
+        counts[f'method="{named}",route="{route}",status="{status}"'] += 1
+    figures = app.state.metrics.render("")[0].decode().splitlines()
+    assert {f"expstore_requests_total{{{labels}}} {n}.0" for labels, n in counts.items()} <= {*figures}
 
 
 def test_only_probes_may_omit_the_host(tmp_path: Path, access: Callable[[], list[dict[str, Any]]]) -> None:

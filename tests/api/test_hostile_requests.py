@@ -19,14 +19,17 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from tensordict import NonTensorStack, TensorDict
+from tensordict import NonTensorStack
 
 import expstore
 from expstore.api import Settings
 from expstore.wire.codec import Encoder
 from expstore.wire.stream import write_stream
 from tests.support.arrow_bodies import ARROW
+from tests.support.asgi import api_client, refusal_of
+from tests.support.batches import numbered_rows
 from tests.support.servers import Serving, serving
+from tests.support.stores import build_store
 
 pytestmark = pytest.mark.index
 
@@ -35,15 +38,9 @@ pytestmark = pytest.mark.index
 
 def body_of(count: int) -> bytes:
     """Return rows of all kinds of columns: numbers, tensors, flags, and strings, whose offsets can lie."""
-    numbers = torch.arange(count)
-    data = TensorDict(
-        {
-            "x": numbers, "obs": torch.ones(count, 3), "done": numbers % 4 == 3,
-            "text": NonTensorStack(*[f"row {number}" for number in range(count)]),
-        },
-        [count],
-    )  # fmt: skip
-    body: bytes = write_stream(Encoder().encode(data)).to_pybytes()
+    texts = NonTensorStack(*[f"row {number}" for number in range(count)])
+    rows = numbered_rows(count, key="x", obs=torch.ones(count, 3), done=lambda n: n % 4 == 3, text=texts)
+    body: bytes = write_stream(Encoder().encode(rows)).to_pybytes()
     return body
 
 
@@ -77,7 +74,7 @@ def damaged(body: bytes, rng: np.random.Generator) -> bytes:
 def send_damaged(tmp_path: Path, times: int, seed: int) -> Counter[int]:
     """Send damaged bodies to a server of its own; return how often it answered with which status."""
     rng, whole, statuses = np.random.default_rng(seed), body_of(8), Counter[int]()
-    with serving(tmp_path) as (child, facts), httpx.Client(base_url=facts["listening"]) as client:
+    with serving(tmp_path) as (child, facts), httpx.Client(base_url=facts["listening"], timeout=60) as client:
         assert client.put("/v1/stores/run", json={"storage": "arrow"}).status_code == 201
         rows = client.post("/v1/stores/run/extend", content=whole, headers=ARROW).json()["count"]
         assert rows == 8
@@ -168,13 +165,12 @@ def test_names_lead_nowhere(tmp_path: Path) -> None:
     assert len(NAMES) > 60
     root, outside = tmp_path / "runs", tmp_path / "outside.exp"
     root.mkdir()
-    with expstore.open(outside, schema={"x": "int64"}) as rb:
-        rb.extend(TensorDict({"x": torch.arange(3)}, [3]))
+    build_store(outside, numbered_rows(3))
     (root / "linked.exp").symlink_to(outside)
     (root / "plain").mkdir()
     before = hash_of(tmp_path)
     with Serving(Settings(path=root)) as server:
-        assert httpx.get(f"{server.url}/v1/stores").json()["stores"] == []
+        assert httpx.get(f"{server.url}/v1/stores", timeout=60).json()["stores"] == []
         for name in NAMES:
             path = b"/v1/stores/" + name
             for head, body in (
@@ -189,7 +185,7 @@ def test_names_lead_nowhere(tmp_path: Path) -> None:
 
 
 def test_names_of_samplers_and_versions_lead_nowhere(tmp_path: Path) -> None:
-    with Serving(Settings(path=tmp_path)) as server, httpx.Client(base_url=server.url) as client:
+    with Serving(Settings(path=tmp_path)) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         client.put("/v1/stores/run", json={"fields": {"x": "int64"}})
         client.post("/v1/stores/run/extend", json={"x": [1, 2]})
         client.post("/v1/stores/run/flush")
@@ -228,10 +224,11 @@ def lines_body(ctx, value):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # it sends a thousand requests
 def test_the_document_says_how_routes_answer(tmp_path: Path) -> None:
     """Requests made from the OpenAPI document: nothing fails inside, every status is in the document."""
     with Serving(Settings(path=tmp_path, wait_seconds=0.0)) as server:
-        with httpx.Client(base_url=server.url) as client:
+        with httpx.Client(base_url=server.url, timeout=60) as client:
             client.put("/v1/stores/run", json={"fields": {"x": "int64", "y": ["float32", [2]]}})
             client.post("/v1/stores/run/extend", json={"x": [1, 2, 3], "y": [[0, 1]] * 3})
         (tmp_path / "schemathesis.toml").write_text(
@@ -243,17 +240,17 @@ def test_the_document_says_how_routes_answer(tmp_path: Path) -> None:
                 sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json", "--seed", "1",
                 "--max-examples", "5", "--phases", "examples,coverage,fuzzing", "--no-color",
                 "--checks", "not_a_server_error,status_code_conformance,content_type_conformance,"
-                "response_schema_conformance", "--generation-database", "none", "--request-timeout", "20",
+                "response_schema_conformance", "--generation-database", "none", "--request-timeout", "60",
                 "--exclude-path-regex", "(sample/stream|events)$",  # they may have no end
             ],
-            cwd=tmp_path, capture_output=True, text=True, timeout=110, env=os.environ,
+            cwd=tmp_path, capture_output=True, text=True, timeout=590, env=os.environ,
         )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
 def test_texts_in_a_column_of_numbers_take_no_memory(tmp_path: Path) -> None:
     """In an array of texts each value takes as much memory as the longest one."""
-    with Serving(Settings(path=tmp_path)) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+    with api_client(tmp_path) as client:
         client.put("/v1/stores/run", json={"fields": {"x": "float32"}}).raise_for_status()
         client.post("/v1/stores/run/extend", json={"x": [1.0]}).raise_for_status()
         for wrong in (["x" * 10_000, *[""] * 5_000], [1.0, None], [1.0, {}], [1.0, [1.0]], [1 << 80, 1.0]):
@@ -263,6 +260,6 @@ def test_texts_in_a_column_of_numbers_take_no_memory(tmp_path: Path) -> None:
                 most = tracemalloc.get_traced_memory()[1]
             finally:
                 tracemalloc.stop()
-            assert (answer.status_code, answer.json()["error"]["kind"]) == (422, "schema")
+            assert refusal_of(answer) == (422, "schema")
             assert most < 16 << 20
         assert client.get("/v1/stores/run").json()["rows"] == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,8 @@ import pytest
 import torch
 
 import expstore
-from expstore.api import Settings
 from tests.support.arrow_bodies import ACCEPT_ARROW, batch_of, rows_of
-from tests.support.servers import Serving
+from tests.support.asgi import api_client, refusal_of
 
 pytestmark = pytest.mark.index
 
@@ -32,7 +30,7 @@ def make_store(path: Path) -> None:
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[httpx.Client]:
     make_store(tmp_path / "run.exp")
-    with Serving(Settings(path=tmp_path)) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+    with api_client(tmp_path) as client:
         yield client
 
 
@@ -97,23 +95,17 @@ def test_draws_are_those_of_the_seed(client: httpx.Client) -> None:
 def test_a_preview_changes_nothing(tmp_path: Path) -> None:
     """Draws of the store, of a seed, and of a named sampler follow as without it; so do counts."""
     found = []
+    limits = {"min_size": 1, "samples_per_insert": 4.0, "error_buffer": 200.0}
     for name in ("with", "without"):
         make_store(tmp_path / name / "run.exp")
-        settings = replace(
-            Settings(path=tmp_path / name), min_size=1, samples_per_insert=4.0, error_buffer=200.0
-        )
-        with Serving(settings) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        with api_client(tmp_path / name, **limits) as client:
             body = {"sampler": {"kind": "consuming", "max_sample_count": 2}}
             client.put(f"{RUN}/samplers/mine", json=body).raise_for_status()
             prioritized = {"sampler": {"kind": "prioritized"}, "seed": 5}
             draws = [draw(client), draw(client, **prioritized), draw(client, sampler="mine")]
             if name == "with":
-                for sampler in (
-                    "uniform",
-                    "recency",
-                    {"kind": "prioritized"},
-                    {"kind": "slices", "slice_len": 2},
-                ):
+                slices = {"kind": "slices", "slice_len": 2}
+                for sampler in ("uniform", "recency", {"kind": "prioritized"}, slices):
                     ask(client, sampler=sampler, batch_size=1000, seed=5)
             draws += [draw(client), draw(client, **prioritized), draw(client, sampler="mine")]
             stats = client.get(f"{RUN}/stats").json()
@@ -132,7 +124,7 @@ def test_previews_that_are_refused(client: httpx.Client, tmp_path: Path) -> None
     ):  # fmt: skip
         assert client.post(f"{RUN}/sample/preview", json=body).status_code == 422, body
     none = client.post(f"{RUN}/sample/preview", json={"where": "action < 0"})
-    assert (none.status_code, none.json()["error"]["kind"]) == (409, "not_ready")
+    assert refusal_of(none) == (409, "not_ready")
     client.put("/v1/stores/empty", json={}).raise_for_status()
     assert client.post("/v1/stores/empty/sample/preview", json={}).status_code == 409
 
@@ -142,8 +134,7 @@ def test_readers_preview(tmp_path: Path, layout: str) -> None:
     with expstore.open(tmp_path / "run.exp", layout=layout) as rb:
         rb.extend(batch_of(20))
         rb.flush()  # readers see small batches 0.1 s later otherwise
-        settings = Settings(path=tmp_path, read_only=True)
-        with Serving(settings) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        with api_client(tmp_path, read_only=True) as client:
             told = ask(client)
             assert (told["rows"], told["priorities"]) == (5120, None)
             assert told["sources"] == [{"name": "@1", "share_drawn": 1.0, "share_stored": 1.0}]

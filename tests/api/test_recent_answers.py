@@ -1,4 +1,4 @@
-"""Answers that are kept briefly: for how long, how many, and that waiting clients share one computation."""
+"""Answers that are kept: for how long, how many, and that waiting clients share one computation."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from expstore.api.done_keys import DoneKeys
 from expstore.api.recent_answers import RecentAnswers
+from tests.support.waits import ManualClock, wait_until
 
 
-class Clock:
+class Clock(ManualClock):
     """A clock that computing an answer moves."""
 
     def __init__(self) -> None:
-        self.now = 100.0
+        super().__init__()
         self.computed: list[bytes] = []
-
-    def __call__(self) -> float:
-        return self.now
 
     def compute(self, seconds: float, answer: bytes = b"x") -> bytes:
         self.now += seconds
@@ -74,9 +73,27 @@ def test_threads_that_ask_the_same_wait_for_one_computation() -> None:
         first = pool.submit(answers.find, "a", compute)
         assert began.wait(30)
         others = [pool.submit(answers.find, "a", lambda: clock.compute(1.0, b"second")) for _ in range(3)]
-        assert (
-            answers.find("b", lambda: b"another question does not wait") == b"another question does not wait"
-        )
+        assert answers.find("b", lambda: b"does not wait") == b"does not wait"
         go.set()
         assert {future.result(30) for future in [first, *others]} == {b"x"}
     assert clock.computed == [b"x"]
+
+
+def test_requests_with_one_key_at_the_same_time_are_done_once() -> None:
+    keys = DoneKeys[int]()
+    began, go, done = threading.Event(), threading.Event(), []
+
+    def act() -> int:
+        began.set()
+        assert go.wait(60)
+        done.append(1)
+        return len(done)
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(keys.once, b"key", act)
+        assert began.wait(60)
+        second = pool.submit(keys.once, b"key", act)
+        wait_until(second.running)
+        assert keys.once(b"another key", lambda: 7) == 7  # it does not wait
+        go.set()
+        assert (first.result(60), second.result(60)) == (1, 1)

@@ -10,10 +10,9 @@ import httpx
 import pytest
 
 import expstore
-from expstore.api import Settings
 from tests.support.arrow_bodies import batch_of
+from tests.support.asgi import api_client
 from tests.support.paths import ROOT
-from tests.support.servers import Serving
 
 pytestmark = pytest.mark.index
 
@@ -27,19 +26,16 @@ def ask(client: httpx.Client) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["zarr", "arrow"])
-@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize(("layout", "read_only"), [("zarr", False), ("arrow", True)])
 def test_every_column_can_be_queried(tmp_path: Path, layout: str, read_only: bool) -> None:
     data = batch_of(20)
-    data["odd name"] = data["action"].clone()
-    data["_id"] = data["action"].clone()
-    data["select"] = data["action"].clone()
+    for name in ("odd name", "_id", "select"):
+        data[name] = data["action"].clone()
     if layout == "arrow":
         data["text"] = ["a"] * 20
     with expstore.open(tmp_path / "run.exp", layout=layout) as rb:
         rb.extend(data)
-    settings = Settings(path=tmp_path, read_only=read_only)
-    with Serving(settings) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+    with api_client(tmp_path, read_only=read_only, sql_seconds=30) as client:
         told = ask(client)
         assert list(told) == [
             "transitions", "recent", "episodes", "fragments", "sources", "priorities", "commits", "meta"
@@ -61,10 +57,7 @@ def test_every_column_can_be_queried(tmp_path: Path, layout: str, read_only: boo
 
 def test_an_empty_store_and_a_server_without_sql(tmp_path: Path) -> None:
     for sql, status in ((True, 200), (False, 403)):
-        with (
-            Serving(Settings(path=tmp_path, sql=sql)) as server,
-            httpx.Client(base_url=server.url, timeout=60) as client,
-        ):
+        with api_client(tmp_path, sql=sql) as client:
             client.put(RUN, json={})
             answer = client.get(f"{RUN}/relations")
             assert answer.status_code == status
@@ -78,10 +71,7 @@ def test_the_docs_say_the_same(tmp_path: Path) -> None:
     sections = dict(re.findall(r"^### (\w+)\n(.*?)(?=^### |^## |\Z)", text, re.M | re.S))
     with expstore.open(tmp_path / "run.exp", capacity=20) as rb:
         rb.extend(batch_of(5))
-    with (
-        Serving(Settings(path=tmp_path)) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
-    ):
+    with api_client(tmp_path) as client:
         body = {"sampler": {"kind": "consuming"}}
         client.put(f"{RUN}/samplers/mine", json=body).raise_for_status()
         client.post(f"{RUN}/sample", json={"sampler": "mine", "batch_size": 2}).raise_for_status()

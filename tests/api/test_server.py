@@ -11,8 +11,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-import torch
-from tensordict import TensorDict
 
 import expstore
 from expstore.api import Settings
@@ -21,8 +19,9 @@ from expstore.cli.app import run
 from expstore.errors import LockedError
 from expstore.wire.stream import END
 from tests.support.arrow_bodies import ACCEPT_ARROW
+from tests.support.asgi import api_client
 from tests.support.batches import numbered_rows
-from tests.support.servers import Serving, process, serving
+from tests.support.servers import process, serving
 from tests.support.stores import build_store
 
 pytestmark = pytest.mark.index
@@ -66,14 +65,13 @@ def test_the_first_request_changes_no_filters_of_warnings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_only: bool
 ) -> None:
     """They belong to the whole process, in which other threads warn or rely on them."""
-    with Serving(Settings(path=tmp_path, read_only=read_only)) as served:
 
-        def change_filters(*_: object, **__: object) -> None:
-            raise AssertionError("the filters are changed")
+    def change_filters(*_: object, **__: object) -> None:
+        raise AssertionError("the filters are changed")
 
-        with monkeypatch.context() as patched, httpx.Client(base_url=served.url) as client:
-            patched.setattr("warnings.catch_warnings", change_filters)
-            assert client.get("/v1/stores").status_code == 200
+    with api_client(tmp_path, read_only=read_only) as client, monkeypatch.context() as patched:
+        patched.setattr("warnings.catch_warnings", change_filters)
+        assert client.get("/v1/stores").status_code == 200
 
 
 @pytest.mark.guarantee(
@@ -86,7 +84,7 @@ def test_a_folder_is_served_until_a_signal_comes(tmp_path: Path) -> None:
     with serving(tmp_path) as (child, facts):
         assert facts["stores"] == ["old"]
         assert (facts["read_only"], facts["token"], facts["pid"]) == (False, False, child.pid)
-        with httpx.Client(base_url=facts["listening"]) as client:
+        with httpx.Client(base_url=facts["listening"], timeout=60) as client:
             assert client.get("/v1/stores/old").json()["rows"] == 10
             client.put("/v1/stores/new", json={"fields": {"x": "int64"}})
             assert client.post("/v1/stores/new/extend", json={"x": [1, 2]}).json()["count"] == 2
@@ -104,25 +102,16 @@ def test_others_are_answered_if_they_have_the_token(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_bytes(b"  secret-1 \n")
     token.chmod(0o644)
-    arguments = (
-        tmp_path / "run.exp",
-        "--host",
-        "0.0.0.0",
-        "--port",
-        0,
-        "--token-file",
-        token,
-        "--access-log",
-    )
-    with process(*arguments) as child:
+    options = ("--host", "0.0.0.0", "--port", 0, "--token-file", token, "--access-log")
+    with process(tmp_path / "run.exp", *options) as child:
         assert child.stdout is not None
         line = child.stdout.readline()
         said = line.split()[-1]
         assert line == f"serving {tmp_path}/run.exp at {said}\n"
         url = said.replace("0.0.0.0", "127.0.0.1")
-        assert httpx.get(f"{url}/v1/stores").status_code == 401
+        assert httpx.get(f"{url}/v1/stores", timeout=60).status_code == 401
         borne = {"Authorization": "Bearer secret-1"}
-        assert httpx.get(f"{url}/v1/stores/run", headers=borne).json()["rows"] == 10
+        assert httpx.get(f"{url}/v1/stores/run", headers=borne, timeout=60).json()["rows"] == 10
         child.send_signal(signal.SIGINT)
         out, err = child.communicate(timeout=PATIENCE)
     assert (child.returncode, out) == (0, "")
@@ -132,25 +121,15 @@ def test_others_are_answered_if_they_have_the_token(tmp_path: Path) -> None:
     assert "secret-1" not in err
 
 
-@pytest.mark.parametrize(
-    ("url", "local"),
-    [
-        ("http://0.0.0.0:8420", "http://127.0.0.1:8420"),
-        ("http://[::]:8420", "http://[::1]:8420"),
-        ("http://10.0.0.0:8420", "http://10.0.0.0:8420"),
-    ],
-)
-def test_a_local_url_names_an_address(url: str, local: str) -> None:
-    assert local_url(url) == local
+def test_a_local_url_names_an_address() -> None:
+    for host, local in (("0.0.0.0", "127.0.0.1"), ("[::]", "[::1]"), ("10.0.0.0", "10.0.0.0")):
+        assert local_url(f"http://{host}:8420") == f"http://{local}:8420"
 
 
-@pytest.mark.parametrize(
-    "host",
-    [
-        "0.0.0.0",
-        pytest.param(socket.gethostname(), marks=pytest.mark.skipif(not has_name(), reason="no address")),
-    ],
-)
+NAMED = pytest.param(socket.gethostname(), marks=pytest.mark.skipif(not has_name(), reason="no address"))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", NAMED])
 def test_a_store_that_is_served_at_all_addresses_or_by_a_name_is_backed_up(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], host: str
 ) -> None:
@@ -161,7 +140,9 @@ def test_a_store_that_is_served_at_all_addresses_or_by_a_name_is_backed_up(
     server = ServerThread(Settings(path=tmp_path / "runs", token=b"secret-1"), host=host, port=0)
     try:
         address = server.listening.url.replace("0.0.0.0", "127.0.0.1")
-        assert httpx.get(f"{address}/v1/stores/run", headers={"Authorization": "Bearer secret-1"}).is_success
+        assert httpx.get(
+            f"{address}/v1/stores/run", headers={"Authorization": "Bearer secret-1"}, timeout=60
+        ).is_success
         store = str(tmp_path / "runs" / "run.exp")
         assert run(["versions", "create", store, "--token-file", str(token)]) == 0, capsys.readouterr().err
     finally:
@@ -202,11 +183,14 @@ def test_a_store_with_a_writer_is_followed_or_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "run.exp"
-    with expstore.open(path, schema={"x": "int64"}) as rb:
-        rb.extend(TensorDict({"x": torch.arange(3)}, [3]))
+    with expstore.open(path) as rb:
+        rb.extend(numbered_rows(3, key="x"))
         code, error = refusal(capsys, path, "--port", 0)
         assert (code, error["kind"]) == (3, "locked")
-        with serving(path, "--read-only") as (_, facts), httpx.Client(base_url=facts["listening"]) as client:
+        with (
+            serving(path, "--read-only") as (_, facts),
+            httpx.Client(base_url=facts["listening"], timeout=60) as client,
+        ):
             assert facts["read_only"]
             assert client.get("/v1/stores/run").json()["rows"] == 3
             assert client.post("/v1/stores/run/extend", json={"x": [1]}).status_code in (404, 405)
@@ -276,7 +260,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
 )
 @pytest.mark.slow
 def test_acknowledged_rows_survive_a_kill(tmp_path: Path) -> None:
-    with serving(tmp_path) as (child, facts), httpx.Client(base_url=facts["listening"]) as client:
+    with serving(tmp_path) as (child, facts), httpx.Client(base_url=facts["listening"], timeout=60) as client:
         client.put("/v1/stores/run", json={"fields": {"x": "int64"}})
         acknowledged = 0
         killer = threading.Timer(1.0, child.kill)
@@ -298,7 +282,7 @@ def test_acknowledged_rows_survive_a_kill(tmp_path: Path) -> None:
 
 def test_answers_wait_for_nothing(tmp_path: Path) -> None:
     times = []
-    with serving(tmp_path) as (_, facts), httpx.Client(base_url=facts["listening"]) as client:
+    with serving(tmp_path) as (_, facts), httpx.Client(base_url=facts["listening"], timeout=60) as client:
         for _ in range(30):
             started = time.perf_counter()
             client.get("/healthz")
@@ -321,7 +305,7 @@ def test_others_that_want_to_write_are_told_who_serves(
         assert (code, error["kind"]) == (3, "locked")
         assert error["message"].startswith(f"cannot open {folder} for writing: {who}")
         assert error["message"].endswith(f"and serves it at {url}")
-        assert httpx.get(f"{url}/v1/stores/run").status_code == 200  # opens the store
+        assert httpx.get(f"{url}/v1/stores/run", timeout=60).status_code == 200  # opens the store
         code, error = refusal(capsys, folder / "run.exp", "--port", 0)
         assert (code, error["kind"]) == (3, "locked")
         assert error["message"].endswith(f"and serves it at {url}/run")
@@ -362,6 +346,6 @@ def test_clients_that_have_gone_leave_few_threads(tmp_path: Path) -> None:
                     assert client.post(f"{run_url}/sample", json=sampled).is_success
                     assert client.get(f"{run_url}/summary").is_success
                     assert client.post(f"{run_url}/session/end", headers=headers).is_success
-        text = httpx.get(f"{told['listening']}/metrics").text
+        text = httpx.get(f"{told['listening']}/metrics", timeout=60).text
         (threads,) = [line.split()[1] for line in text.splitlines() if line.startswith("process_threads ")]
     assert float(threads) <= 40

@@ -6,15 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import numpy as np
 import pytest
+from fastapi import FastAPI
 
 import expstore
 from expstore.api import Settings
 from expstore.api.shards_app import create_shards_app
-from expstore.cluster.members import FixedMembers, MemberList, ShardEntry
+from expstore.cluster.members import FixedMembers, MemberList, Members, ShardEntry
 from expstore.errors import StorageError
-from tests.support.arrow_bodies import batch_of
+from tests.support.arrow_bodies import ACCEPT_ARROW, batch_of
+from tests.support.asgi import api_client, refusal_of
 from tests.support.servers import Serving
 
 TOKEN = "writes-7a"
@@ -48,12 +49,14 @@ def members_of(shards: Serving) -> FixedMembers:
     return FixedMembers([f"{shards.url}/{name}" for name in ROWS])
 
 
+def page_over(members: Members, folder: Path, token: str | None = TOKEN) -> FastAPI:
+    return create_shards_app(members, Settings(path=folder, read_only=True), token)
+
+
 @pytest.fixture(scope="module")
 def client(shards: Serving, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     """A client of the page's server, which knows the token."""
-    settings = Settings(path=tmp_path_factory.mktemp("page"), read_only=True)
-    app = create_shards_app(members_of(shards), settings, TOKEN)
-    with Serving(settings, app) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+    with api_client(page_over(members_of(shards), tmp_path_factory.mktemp("page"))) as client:
         yield client
 
 
@@ -68,8 +71,7 @@ def test_the_stores_are_the_shards(client: httpx.Client) -> None:
 
 def test_questions_are_passed_as_they_are(client: httpx.Client, shards: Serving) -> None:
     """Bodies, parameters and compressed answers, byte by byte."""
-    direct = httpx.Client(base_url=shards.url, headers=HEADERS, timeout=60)
-    with direct:
+    with httpx.Client(base_url=shards.url, headers=HEADERS, timeout=60) as direct:
         for path, params in (
             ("episodes", {"where": "source = 'actor-b' AND length > 1", "order": "-length", "limit": 2}),
             ("series", {"y": "length", "by": "source", "points": 5}),
@@ -84,42 +86,43 @@ def test_questions_are_passed_as_they_are(client: httpx.Client, shards: Serving)
         assert client.post("/v1/stores/shard-1/sql", json=body).json()["rows"] == [[35]]
         preview = client.post("/v1/stores/shard-0/sample/preview", json={"sampler": {"kind": "uniform"}})
         assert preview.status_code == 200
-        arrow = {"Accept": "application/vnd.apache.arrow.stream"}
-        ours = client.get("/v1/stores/shard-0/episodes", headers=arrow)
-        assert ours.content == direct.get("/v1/stores/a/episodes", headers=arrow).content
+        ours = client.get("/v1/stores/shard-0/episodes", headers=ACCEPT_ARROW)
+        assert ours.content == direct.get("/v1/stores/a/episodes", headers=ACCEPT_ARROW).content
 
 
 def test_the_document_has_what_shards_take(client: httpx.Client, shards: Serving) -> None:
     ours = client.get("/openapi.json").json()["paths"]
-    theirs = httpx.get(f"{shards.url}/openapi.json", headers=HEADERS).json()["paths"]
+    theirs = httpx.get(f"{shards.url}/openapi.json", headers=HEADERS, timeout=60).json()["paths"]
     preview = "/v1/stores/{name}/sample/preview"
     assert ours[preview] == theirs[preview]
 
 
 def test_errors_of_a_shard_are_passed(client: httpx.Client) -> None:
     answer = client.get("/v1/stores/shard-0/episodes/999999")
-    assert (answer.status_code, answer.json()["error"]["kind"]) == (404, "not_found")
+    assert refusal_of(answer) == (404, "not_found")
     assert client.get("/v1/stores/shard-0/episodes", params={"limit": 0}).status_code == 422
+    for name in (
+        "shard-2",
+        "shard-x",
+        "run",
+        "shard-00000000000",
+        "..",
+        "shard-0%2f..%2fb",
+        "shard-0%2f%2fb",
+    ):
+        assert client.get(f"/v1/stores/{name}/summary").status_code == 404, name
 
 
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [("POST", "extend"), ("POST", "sample"), ("PUT", "samplers/mine"), ("PATCH", "episodes/1"),
-     ("DELETE", ""), ("POST", "loads"), ("POST", "../b/extend"), ("POST", "sql/../extend")],
-)  # fmt: skip
-def test_nothing_is_changed(client: httpx.Client, shards: Serving, method: str, path: str) -> None:
-    answer = client.request(method, f"/v1/stores/shard-0/{path}".rstrip("/"), json={})
-    assert answer.status_code in (403, 404, 405)
-    told = httpx.get(f"{shards.url}/v1/stores", headers=HEADERS).json()["stores"]
-    assert told == ["a", "b"]
-    assert httpx.get(f"{shards.url}/v1/stores/a", headers=HEADERS).json()["rows"] == 25
-
-
-@pytest.mark.parametrize(
-    "name", ["shard-2", "shard-x", "run", "shard-00000000000", "..", "shard-0%2f..%2fb", "shard-0%2f%2fb"]
-)
-def test_an_unknown_shard(client: httpx.Client, name: str) -> None:
-    assert client.get(f"/v1/stores/{name}/summary").status_code == 404
+def test_nothing_is_changed(client: httpx.Client, shards: Serving) -> None:
+    for method, path in (
+        ("POST", "/extend"), ("POST", "/sample"), ("PUT", "/samplers/mine"), ("PATCH", "/episodes/1"),
+        ("DELETE", ""), ("POST", "/loads"), ("POST", "/../b/extend"), ("POST", "/sql/../extend"),
+    ):  # fmt: skip
+        answer = client.request(method, f"/v1/stores/shard-0{path}", json={})
+        assert answer.status_code in (403, 404, 405), path
+    with httpx.Client(base_url=shards.url, headers=HEADERS, timeout=60) as direct:
+        assert direct.get("/v1/stores").json()["stores"] == ["a", "b"]
+        assert direct.get("/v1/stores/a").json()["rows"] == 25
 
 
 @pytest.mark.guarantee("access/sites")
@@ -129,8 +132,7 @@ def test_other_hosts_and_sites_are_refused(client: httpx.Client) -> None:
     foreign = {"Origin": "http://evil.example", "Sec-Fetch-Site": "cross-site"}
     assert client.post("/v1/stores/shard-0/sql", json={}, headers=foreign).status_code == 403
     for path in ("/v1/stores", "/v1/stores/shard-0/sql?q=SELECT+1", "/v1/stores/shard-0/summary"):
-        answer = client.get(path, headers=foreign)
-        assert (answer.status_code, answer.json()["error"]["kind"]) == (403, "origin")
+        assert refusal_of(client.get(path, headers=foreign)) == (403, "origin")
     headers = client.get("/v1/stores/shard-0/summary").headers
     assert headers.get_list("X-Content-Type-Options") == ["nosniff"]
     assert len(headers.get_list("Content-Security-Policy")) == 1
@@ -140,24 +142,24 @@ def test_probes_and_metrics(client: httpx.Client, tmp_path: Path) -> None:
     for path in ("/healthz", "/readyz"):
         assert (client.get(path).status_code, client.get(path).json()) == (200, {"status": "ok"})
     assert "expstore_requests" in client.get("/metrics").text
-    settings = Settings(path=tmp_path, read_only=True)
-    with Serving(settings, create_shards_app(Unreadable(), settings)) as server:
-        assert httpx.get(f"{server.url}/healthz").status_code == 200
-        answer = httpx.get(f"{server.url}/readyz")
-    assert (answer.status_code, answer.json()["error"]["kind"]) == (503, "not_ready")
+    with api_client(page_over(Unreadable(), tmp_path)) as client:
+        assert client.get("/healthz").status_code == 200
+        assert refusal_of(client.get("/readyz")) == (503, "not_ready")
 
 
 def test_the_token_of_the_browser_is_passed_where_none_is_known(shards: Serving, tmp_path: Path) -> None:
-    settings = Settings(path=tmp_path, read_only=True)
-    app = create_shards_app(members_of(shards), settings)
-    with Serving(settings, app) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+    with api_client(page_over(members_of(shards), tmp_path, None)) as client:
         assert client.get("/v1/stores/shard-0/summary").status_code == 401
         assert client.get("/v1/stores/shard-0/summary", headers=HEADERS).json()["rows"] == 25
 
 
 @pytest.mark.slow
-def test_events_arrive_while_they_happen(client: httpx.Client, shards: Serving) -> None:
-    with client.stream("GET", "/v1/stores/shard-0/events") as answer:
+def test_events_arrive_while_they_happen(shards: Serving, tmp_path: Path) -> None:
+    app = page_over(members_of(shards), tmp_path)
+    with (
+        Serving(app.state.settings, app) as server,
+        httpx.stream("GET", f"{server.url}/v1/stores/shard-0/events", timeout=60) as answer,
+    ):
         lines = answer.iter_lines()
         assert answer.headers["Content-Type"].startswith("text/event-stream")
         assert any(line.startswith("data:") for line in lines)
@@ -183,15 +185,12 @@ def test_shards_that_are_gone_and_new_ones(shards: Serving, tmp_path: Path) -> N
     """A shard that does not answer is an error of its own requests; the list is read for each request."""
     alive = ShardEntry(3, f"{shards.url}/b", None, accepts=True)
     members = Changing(alive, ShardEntry(5, "http://127.0.0.1:9/gone", None, accepts=True))
-    settings = Settings(path=tmp_path, read_only=True)
-    app = create_shards_app(members, settings, TOKEN)
-    with Serving(settings, app) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+    with api_client(page_over(members, tmp_path)) as client:
         answer = client.get("/v1/stores/shard-5/summary")
-        assert (answer.status_code, answer.json()["error"]["kind"]) == (502, "shard_down")
+        assert refusal_of(answer) == (502, "shard_down")
         assert "http://127.0.0.1:9" in answer.json()["error"]["message"]
         assert client.get("/v1/stores/shard-3/summary").status_code == 200
         members.members = (alive, ShardEntry(6, f"{shards.url}/a", None, accepts=True))
         assert client.get("/v1/stores").json()["stores"] == ["shard-3", "shard-6"]
         assert client.get("/v1/stores/shard-5/summary").status_code == 404
-        ids = client.get("/v1/stores/shard-6/episodes").json()["rows"]
-        assert np.shape(ids)[0] > 0
+        assert client.get("/v1/stores/shard-6/episodes").json()["rows"]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from expstore.api import sql_workers
 from expstore.api.sql_workers import SqlWorkers
+from tests.support.waits import ManualClock
 
 
 class Worker:
@@ -21,21 +23,13 @@ class Worker:
         self.is_closed = True
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def workers(clock: Clock) -> SqlWorkers:
+def workers(clock: ManualClock) -> SqlWorkers:
     return SqlWorkers(clock)
 
 
@@ -46,12 +40,12 @@ def ask(workers: SqlWorkers, key: object) -> Worker:
         return found
 
 
-def test_a_store_keeps_its_processes_until_it_is_idle(workers: SqlWorkers, clock: Clock) -> None:
+def test_a_store_keeps_its_processes_until_it_is_idle(workers: SqlWorkers, clock: ManualClock) -> None:
     first = ask(workers, "a")
-    clock.now = 59.0
+    clock.now += 59.0
     workers.end_idle()
     assert ask(workers, "a") is first
-    clock.now = 59.0 + 60.0
+    clock.now += 60.0
     workers.end_idle()
     assert first.is_closed
     assert ask(workers, "a") is not first
@@ -64,13 +58,13 @@ def test_the_store_that_was_asked_longest_ago_gives_up_its_processes(workers: Sq
     assert [worker.is_closed for worker in first] == [n == 1 for n in range(sql_workers._MOST)]
 
 
-def test_a_store_that_is_being_asked_keeps_its_processes(workers: SqlWorkers, clock: Clock) -> None:
+def test_a_store_that_is_being_asked_keeps_its_processes(workers: SqlWorkers, clock: ManualClock) -> None:
     make: Any = Worker
     with workers.use("asked", make) as worker:
         found: Any = worker
         for n in range(2 * sql_workers._MOST):
             ask(workers, n)
-        clock.now = 1000.0
+        clock.now += 1000.0
         workers.end_idle()
         assert not found.is_closed
     workers.end("asked")
@@ -87,19 +81,14 @@ def test_one_start_for_all_who_ask_a_store_at_once(workers: SqlWorkers) -> None:
         made.append(Worker())
         return made[-1]
 
-    found: list[Any] = []
-
-    def use() -> None:
+    def use() -> Any:
         with workers.use("a", start) as worker:
-            found.append(worker)
+            return worker
 
-    threads = [threading.Thread(target=use) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    assert begun.wait(30)
-    assert ask(workers, "b") is not None  # another store does not wait
-    go_on.set()
-    for thread in threads:
-        thread.join(30)
+    with ThreadPoolExecutor(4) as pool:
+        found = [pool.submit(use) for _ in range(4)]
+        assert begun.wait(30)
+        assert ask(workers, "b") is not None  # another store does not wait
+        go_on.set()
+        assert [one.result(30) for one in found] == made * 4
     assert len(made) == 1
-    assert found == made * 4

@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 import pytest
-from tensordict import TensorDict
 
 import expstore
 from expstore.api import Settings, create_app
@@ -18,7 +17,9 @@ from expstore.api.errors import Refusal
 from expstore.api.stores import Stores
 from expstore.core.per_key import PerKey
 from expstore.errors import NotFoundError, StateError
-from tests.support.asgi import ask
+from tests.support.asgi import ask, refusal_of
+from tests.support.batches import numbered_rows
+from tests.support.stores import build_store
 
 SECONDS = 60
 
@@ -40,9 +41,8 @@ class Gate:
         return self._open(path, **options)
 
 
-def make_store(path: Path, rows: int = 10) -> None:
-    with expstore.open(path, schema={"x": "int64"}) as rb:
-        rb.extend(TensorDict({"x": [*range(rows)]}, [rows]))
+def make_store(path: Path) -> None:
+    build_store(path, numbered_rows(10, key="x"))
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_a_second_folder_of_a_name_that_comes_later_is_refused(tmp_path: Path) -
     async def check(asking: httpx.AsyncClient) -> None:
         assert (await asking.get("/v1/stores")).json()["stores"] == ["demo"]
         for answer in (await asking.get("/v1/stores/demo"), await asking.put("/v1/stores/demo", json={})):
-            assert (answer.status_code, answer.json()["error"]["kind"]) == (409, "exists")
+            assert refusal_of(answer) == (409, "exists")
 
     ask(app, check)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,11 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore.api import Settings
 from expstore.api.page.histograms import ages_of, choose_ids, priorities_of, times_sampled
 from expstore.api.page.summary import Summarizer
-from tests.support.arrow_bodies import batch_of, post_rows
-from tests.support.servers import Serving
+from tests.support.arrow_bodies import ARROW, batch_of, body_of, post_rows
+from tests.support.asgi import api_client
+from tests.support.waits import ManualClock
 
 pytestmark = pytest.mark.index
 
@@ -27,7 +26,7 @@ RUN = "/v1/stores/run"
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[httpx.Client]:
-    with Serving(Settings(path=tmp_path)) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+    with api_client(tmp_path) as client:
         yield client
 
 
@@ -48,8 +47,7 @@ def test_a_writer_summarizes_everything(client: httpx.Client) -> None:
     assert (told["name"], told["storage"], told["rows"], told["capacity"]) == ("run", "zarr", 35, 100)
     assert (told["written"], told["generation"], told["read_only"]) == (35, 1, False)
     assert len(told["uuid"]) == 32
-    assert told["bytes"] > 0
-    assert told["free_bytes"] > 0
+    assert min(told["bytes"], told["free_bytes"]) > 0
     assert told["episodes"] == {"count": 4, "open": 1, "terminated": 3, "truncated": 0, "cut": 0}
     assert told["durability"] == "process"
     assert told["unsynced_rows"] is not None
@@ -61,8 +59,7 @@ def test_a_writer_summarizes_everything(client: httpx.Client) -> None:
     assert [(one["tag"], one["rows"]) for one in told["versions"]] == [("first", 35)]
     (session,) = told["sessions"]
     assert (session["sources"], session["ended"]) == (2, None)
-    assert told["rates"]["rows_in"] > 0
-    assert told["rates"]["rows_out"] > 0
+    assert min(told["rates"]["rows_in"], told["rates"]["rows_out"]) > 0
     fields = {field["name"]: field for field in told["fields"]}
     assert fields["action"]["actions"] == ["left", "<right>"]
     assert fields["observation"]["kind"] == "vector"
@@ -72,22 +69,20 @@ def test_a_writer_summarizes_everything(client: httpx.Client) -> None:
     assert all(field["bytes"] > 0 for field in told["fields"])
 
 
-@pytest.mark.parametrize(
-    ("origin", "expected"),
-    [({"environment": "CartPole-v1", "seed": 3}, {"environment": "CartPole-v1", "seed": 3}),
-     ("<b>", None), ({"text": "x" * 5000}, None)],
-)  # fmt: skip
-def test_sessions_have_their_provenance(client: httpx.Client, origin: Any, expected: Any) -> None:
+def test_sessions_have_their_provenance(client: httpx.Client) -> None:
     """The first episode of a source has it; texts and very long objects are left out."""
-    client.put(RUN, json={}).raise_for_status()
-    post_rows(client, 25, source="left").raise_for_status()
-    post_rows(client, 5, 100, source="right").raise_for_status()
-    first = client.get(f"{RUN}/episodes", params={"source": "right"}).json()
-    episode = first["rows"][0][first["columns"].index("episode_id")]
-    answer = client.patch(f"{RUN}/episodes/{episode}", json={"info": {"origin": origin}})
-    answer.raise_for_status()
-    (session,) = read_summary(client)["sessions"]
-    assert session["provenance"] == expected
+    seeds = {"environment": "CartPole-v1", "seed": 3}
+    for number, (origin, expected) in enumerate(
+        ((seeds, seeds), ("<b>", None), ({"text": "x" * 5000}, None))
+    ):
+        run = f"/v1/stores/run{number}"
+        client.put(run, json={}).raise_for_status()
+        for first, source in ((0, "left"), (100, "right")):
+            rows = {"content": body_of(batch_of(10, first)), "headers": ARROW, "params": {"source": source}}
+            client.post(f"{run}/extend", **rows).raise_for_status()  # type: ignore[arg-type]
+        client.patch(f"{run}/episodes/2", json={"info": {"origin": origin}}).raise_for_status()
+        (session,) = client.get(f"{run}/summary").json()["sessions"]
+        assert session["provenance"] == expected, origin
 
 
 def test_an_empty_store_has_a_summary(client: httpx.Client) -> None:
@@ -104,8 +99,7 @@ def test_a_reader_follows_a_writer(tmp_path: Path, layout: str) -> None:
     with expstore.open(tmp_path / "run.exp", layout=layout) as rb:
         rb.extend(batch_of(20), source="left")
         rb.flush()  # readers see small batches 0.1 s later otherwise
-        settings = replace(Settings(path=tmp_path), read_only=True)
-        with Serving(settings) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        with api_client(tmp_path, read_only=True) as client:
             told = read_summary(client)
             assert (told["rows"], told["storage"], told["read_only"]) == (20, layout, True)
             assert (told["durability"], told["unsynced_rows"], told["limiter"]) == (None, None, None)
@@ -151,18 +145,8 @@ def test_times_sampled_are_counted_where_a_sampler_counts(client: httpx.Client) 
     assert told["edges"][:3] == [0, 1, 2]
 
 
-class Clock:
-    """A clock that a test turns on."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_a_summary_is_kept_for_a_second_and_rates_for_ten(tmp_path: Path) -> None:
-    clock, drawn = Clock(), [0]
+    clock, drawn = ManualClock(), [0]
     with expstore.open(tmp_path / "run.exp") as rb:
         keeper = Summarizer("run", tmp_path / "run.exp", rb, lambda: drawn[0], clock)
         first = keeper.summarize()

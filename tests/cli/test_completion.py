@@ -7,11 +7,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from expstore.cli.app import run
 from expstore.cli.completion import complete_store
+from tests.support import warm_processes
 from tests.support.commands import Cli
 from tests.support.paths import ROOT
 
@@ -32,15 +34,13 @@ def folder(tmp_path: Path, store: Path, cli: Cli, monkeypatch: pytest.MonkeyPatc
 
 def answer(**question: str) -> str:
     """Return what a shell reads when it asks by environment variables."""
-    done = subprocess.run(
-        [sys.executable, "-m", "expstore"],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **question},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with warm_processes.Popen(
+        [sys.executable, "-m", "expstore"], env={**os.environ, **question}, **pipes
+    ) as program:
+        out, err = program.communicate(timeout=60)
+    assert (program.returncode, err) == (0, "")
+    return str(out)
 
 
 def suggest(*words: str) -> list[str]:
@@ -50,9 +50,10 @@ def suggest(*words: str) -> list[str]:
     return answer(_EXPSTORE_COMPLETE="complete_bash", COMP_WORDS=line, COMP_CWORD=number).split()
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
+@pytest.mark.usefixtures("folder")
+def test_suggestions() -> None:
+    restore = ["versions", "restore", "runs/a.exp"]
+    for words, expected in (
         (["ver"], ["verify", "versions"]),
         (["info", "r"], ["runs/"]),
         (["info", "runs/"], ["runs/a.exp"]),
@@ -60,15 +61,12 @@ def suggest(*words: str) -> list[str]:
         (["merge", "runs/a.exp", "ru"], ["runs/"]),
         (["versions", "create", "runs/a.exp", "ba"], ["backup/"]),
         (["info", "nowhere/"], []),
-        (["versions", "restore", "runs/a.exp", "backup", "--version", ""], ["first", "1", "2"]),
-        (["versions", "restore", "runs/a.exp", "backup", "--version", "f"], ["first"]),
-        (["versions", "restore", "runs/a.exp", "nowhere", "--version", ""], []),
+        ([*restore, "backup", "--version", ""], ["first", "1", "2"]),
+        ([*restore, "backup", "--version", "f"], ["first"]),
+        ([*restore, "nowhere", "--version", ""], []),
         (["versions", "restore", "--version", ""], []),
-    ],
-)
-@pytest.mark.usefixtures("folder")
-def test_suggestions(words: list[str], expected: list[str]) -> None:
-    assert suggest(*words) == expected
+    ):
+        assert suggest(*words) == expected, words
 
 
 @pytest.mark.usefixtures("folder")
@@ -100,10 +98,7 @@ def test_the_script_for_bash_works(tmp_path: Path) -> None:
         text=True,
         timeout=60,
     )
-    assert done.stdout.splitlines() == [
-        "runs/a.exp",
-        "complete -o default -F _expstore_completion expstore",
-    ]
+    assert done.stdout == "runs/a.exp\ncomplete -o default -F _expstore_completion expstore\n"
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -63,3 +65,29 @@ def collect_from_child(work: Callable[[Callable[[Any], None]], None]) -> list[An
             raise value
     assert os.WTERMSIG(status) == signal.SIGKILL, "the child hung"
     return told
+
+
+@contextmanager
+def forked(work: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
+    """Run `work` in a forked child while the block runs; yield a function that waits for what it returns."""
+    mine, theirs = multiprocessing.Pipe()
+
+    def run() -> None:
+        torch.set_num_threads(1)
+        theirs.send(work())
+        os._exit(0)
+
+    child = multiprocessing.get_context("fork").Process(target=run)
+    child.start()
+    theirs.close()
+
+    def wait() -> Any:
+        assert mine.poll(60), "the child says nothing"
+        return mine.recv()
+
+    try:
+        yield wait
+    finally:
+        child.kill()
+        child.join(60)
+        mine.close()

@@ -159,7 +159,7 @@ class Served(Place):
         super().__init__(folder, capacity)
 
     def begin(self) -> None:
-        self.serving = Serving(Settings(path=self.folder))
+        self.serving = Serving(Settings(path=self.folder, sql_seconds=60.0))
         self.serving.__enter__()
         self.reach(self.serving.port)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
@@ -21,6 +22,26 @@ from expstore.api.server import configure
 from tests.support import warm_processes
 
 
+class _Server(uvicorn.Server):
+    """A server that ends as soon as it is stopped; uvicorn's own looks ten times a second."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.has_started = threading.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
+        self.has_started.set()
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        await self._stopped.wait()
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._stopped.set)
+
+
 class Serving:
     """Serve within a `with` block.
 
@@ -34,23 +55,12 @@ class Serving:
         self.app = create_app(settings) if app is None else app
         config = configure(self.app, settings)
         config.port = 0
-        self._server = uvicorn.Server(config)
-        self._started = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def _run(self) -> None:
-        startup = self._server.startup
-
-        async def started(sockets: object = None) -> None:
-            await startup()
-            self._started.set()
-
-        self._server.startup = started  # type: ignore[method-assign,assignment]
-        self._server.run()
+        self._server = _Server(config)
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
-        assert self._started.wait(30), "the server did not start"
+        assert self._server.has_started.wait(60), "the server did not start"
         (server,) = self._server.servers
         self.port = server.sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -62,8 +72,8 @@ class Serving:
         return self._server.server_state.connections
 
     def __exit__(self, *_: object) -> None:
-        self._server.should_exit = True
-        self._thread.join(30)
+        self._server.stop()
+        self._thread.join(60)
         assert not self._thread.is_alive(), "the server does not end"
 
 

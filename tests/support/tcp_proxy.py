@@ -68,6 +68,26 @@ class Proxy:
             threading.Thread(target=_pump, args=back, daemon=True).start()
 
 
+class BreakableProxy(Proxy):
+    """A proxy that refuses connections between `stop` and `resume`.
+
+    Args:
+        port: Port of the server.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._refuses = threading.Event()
+        super().__init__(port, lambda _: "refuse" if self._refuses.is_set() else "")
+
+    def stop(self) -> None:
+        """Reset all connections, and refuse new ones."""
+        self._refuses.set()
+        self.cut()
+
+    def resume(self) -> None:
+        self._refuses.clear()
+
+
 def _reset(sock: socket.socket) -> None:
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)

@@ -12,6 +12,16 @@ import expstore
 _LONGEST = 60.0
 
 
+class ManualClock:
+    """A clock that stands still until a test moves it."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def wait_until(check: Callable[[], object]) -> None:
     """Return once `check` returns something true.
 

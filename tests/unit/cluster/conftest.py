@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Serving]:
     """A server without limits; a module that needs others has a fixture of its own."""
-    with Serving(Settings(path=folder)) as server:
+    with Serving(Settings(path=folder, sql_seconds=60.0)) as server:
         yield server
 
 

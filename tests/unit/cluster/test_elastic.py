@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +21,7 @@ from expstore.remote import Retries
 from expstore.remote.connect_options import ConnectOptions
 from tests.support.arrow_bodies import batch_of
 from tests.support.servers import Serving
-from tests.support.tcp_proxy import Proxy
+from tests.support.tcp_proxy import BreakableProxy
 from tests.support.waits import wait_until
 
 SOON = Retries(seconds=60, first=0.01, longest=0.05, seed=3)
@@ -342,45 +341,17 @@ def test_the_earlier_shards_of_a_source_are_all_found() -> None:
 # -- shards that do not answer ---------------------------------------------------------------------
 
 
-class Broken:
-    """A proxy in front of shard 1, which refuses connections from some time on."""
-
-    def __init__(self, cluster: Cluster, server: Serving) -> None:
-        self.refuses = threading.Event()
-        self._proxy = Proxy(server.port, lambda _: "refuse" if self.refuses.is_set() else "")
-        self.cluster, self.member = cluster, cluster.member(1)
-
-    def __enter__(self) -> Broken:
-        self._proxy.__enter__()
-        name = self.member.url.rpartition("/")[2]
-        self.move(f"http://127.0.0.1:{self._proxy.port}/{name}")
-        return self
-
-    def move(self, url: str) -> None:
-        store = self.member.uuid or ""
-        ClusterFile.change(self.cluster.path, lambda known: known.move(1, url, store))
-
-    @property
-    def connections(self) -> int:
-        """Number of connections to the proxy so far."""
-        return self._proxy.connections
-
-    def stop(self) -> None:
-        self.refuses.set()
-        self._proxy.cut()
-
-    def __exit__(self, *given: Any) -> None:
-        self._proxy.__exit__(*given)
-
-
 @pytest.fixture
-def broken(cluster: Cluster, server: Serving) -> Iterator[Broken]:
-    with Broken(cluster, server) as broken:
-        yield broken
+def broken(cluster: Cluster, server: Serving) -> Iterator[BreakableProxy]:
+    """A proxy in front of shard 1."""
+    member = cluster.member(1)
+    with BreakableProxy(server.port) as proxy:
+        cluster.move(1, f"http://127.0.0.1:{proxy.port}/{member.url.rpartition('/')[2]}", member.uuid)
+        yield proxy
 
 
 @pytest.mark.slow
-def test_priorities_of_a_shard_that_was_removed_are_skipped(cluster: Cluster, broken: Broken) -> None:
+def test_priorities_of_a_shard_that_was_removed_are_skipped(cluster: Cluster, broken: BreakableProxy) -> None:
     with cluster.connect(down="wait") as rb, ThreadPoolExecutor(1) as pool:
         shards, taken = shards_of(rb), set[str]()
         pairs = torch.cat([rb.extend(batch_of(50), source=name_of(k, shards, taken)) for k in (0, 1)])
@@ -399,7 +370,9 @@ def test_priorities_of_a_shard_that_was_removed_are_skipped(cluster: Cluster, br
 
 @pytest.mark.guarantee("cluster/episodes")
 @pytest.mark.slow
-def test_requests_follow_a_shard_that_moves(cluster: Cluster, broken: Broken) -> None:
+def test_requests_follow_a_shard_that_moves(
+    cluster: Cluster, server: Serving, broken: BreakableProxy
+) -> None:
     with cluster.connect(down="wait") as rb, ThreadPoolExecutor(2) as pool:
         source = name_of(1, shards_of(rb), set())
         rb.extend(batch_of(5), source=source)
@@ -407,7 +380,8 @@ def test_requests_follow_a_shard_that_moves(cluster: Cluster, broken: Broken) ->
         broken.stop()
         drawn, written = pool.submit(rb.sample), pool.submit(rb.extend, batch_of(5, 5), source=source)
         assert not (drawn.done() and written.done())
-        broken.move(broken.member.url)  # the server itself
+        member = cluster.member(1)
+        cluster.move(1, member.url.replace(f":{broken.port}/", f":{server.port}/"), member.uuid)
         assert written.result(60)[:, 0].tolist() == [1] * 5
         assert drawn.result(60)["id"].shape == (32, 2)
         assert rb.sql_each("SELECT count(DISTINCT _episode) FROM transitions").fetchall()[1] == (1, 1)
@@ -415,7 +389,7 @@ def test_requests_follow_a_shard_that_moves(cluster: Cluster, broken: Broken) ->
 
 @pytest.mark.guarantee("cluster/episodes")
 @pytest.mark.slow
-def test_requests_do_not_wait_for_a_shard_that_was_removed(cluster: Cluster, broken: Broken) -> None:
+def test_requests_do_not_wait_for_a_shard_that_was_removed(cluster: Cluster, broken: BreakableProxy) -> None:
     with cluster.connect(down="wait") as rb, ThreadPoolExecutor(2) as pool:
         shards, taken = shards_of(rb), set[str]()
         source = name_of(1, shards, taken)

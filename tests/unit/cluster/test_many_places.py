@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,91 +13,43 @@ import torch
 
 import expstore
 from expstore import SampleToInsertRatio
-from expstore.api import Settings
 from expstore.errors import ArgumentError, NotFoundError, RemoteError, SchemaError, StateError
-from expstore.remote import Retries
-from tests.support.servers import KillableServer, Serving
+from tests.support.forks import forked
+from tests.support.mixed_stores import LOCAL, SERVED, SHARED, SOON, MixedStores, open_mixed_stores, source_for
+from tests.support.servers import KillableServer
 from tests.support.shard_rows import (
     ALPHA,
     BETA,
-    EPS,
     SIZES,
     assert_distributed,
-    even,
     fill,
-    first_rows,
-    limit_of,
     place_of,
     powers,
     priorities_of,
     rows_of,
-    starts_of,
     weights_of,
 )
 from tests.support.waits import wait_until
 
-SOON = Retries(seconds=60, first=0.01, longest=0.05, seed=3)
-BATCH, BATCHES, AHEAD = 256, 64, 8
+BATCH, BATCHES = 256, 64
 PRIORITIZED = {"kind": "prioritized", "alpha": ALPHA, "beta": BETA}
-#: The number of the store of each place.
-SERVED, LOCAL, SHARED = range(3)
-
-
-def connect(places: list[Any], **options: Any) -> expstore.cluster.ShardedReplayBuffer:
-    given: dict[str, Any] = {"batch_size": BATCH, "seed": 5, "ahead": AHEAD, "retries": SOON}
-    return expstore.connect(places, **given | options)
-
-
-class Stores(NamedTuple):
-    """A served store, one of this process, and a copy of one that its owner shares."""
-
-    places: list[Any]
-    owner: expstore.TensorDictReplayBuffer
-    server: Serving
-
-    def connect(self, **options: Any) -> expstore.cluster.ShardedReplayBuffer:
-        return connect(self.places, **options)
-
-    def wait_for_rows(self, count: int) -> None:
-        """Wait until the copy can read as many rows: its owner writes small batches a moment later."""
-        wait_until(lambda: len(self.places[SHARED]) >= count)
-
-
-def open_stores(folder: Path, *, filled: bool) -> Iterator[Stores]:
-    served = folder / "served"
-    served.mkdir()
-    with (
-        expstore.open(served / "run.exp", seed=0) as first,
-        expstore.open(folder / "local.exp", seed=1) as local,
-        expstore.open(folder / "owner.exp", seed=2).share() as owner,
-    ):
-        if filled:
-            for number, rb in enumerate((first, local, owner)):
-                fill(rb, number)
-            owner.flush()
-        first.close()
-        with Serving(Settings(path=served)) as server, pickle.loads(pickle.dumps(owner)) as copy:
-            yield Stores([f"{server.url}/run", local, copy], owner, server)
 
 
 @pytest.fixture(scope="module")
-def rest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stores]:
+def rest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MixedStores]:
     """Stores with rows and priorities, which no test changes."""
-    yield from open_stores(tmp_path_factory.mktemp("rest"), filled=True)
+    with open_mixed_stores(tmp_path_factory.mktemp("rest"), filled=True) as stores:
+        yield stores
 
 
 @pytest.fixture
-def stores(tmp_path: Path) -> Iterator[Stores]:
+def stores(tmp_path: Path) -> Iterator[MixedStores]:
     """Stores without rows."""
-    yield from open_stores(tmp_path, filled=False)
+    with open_mixed_stores(tmp_path, filled=False) as stores:
+        yield stores
 
 
-def draw_all(rb: expstore.cluster.ShardedReplayBuffer) -> Any:
-    with rb:
-        return torch.cat(list(rb.stream(BATCHES)))
-
-
-def draw_some(rb: expstore.cluster.ShardedReplayBuffer) -> Any:
+def draw_some(rb: expstore.ShardedReplayBuffer) -> Any:
     batches: list[Any] = [rb.sample().exclude("shards_missing") for _ in range(BATCHES)]
     return torch.cat(batches)
 
@@ -108,93 +58,18 @@ def ids_of(batches: Any) -> list[list[list[int]]]:
     return [batch["id"].tolist() for batch in batches]
 
 
-# -- distributions ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("where", [None, "even"])
-def test_rows_are_drawn_uniformly(rest: Stores, where: str | None) -> None:
-    drawn = draw_all(rest.connect(where=where))
-    assert_distributed(place_of(drawn["id"]), np.ones(sum(SIZES)) if where is None else even().astype(float))
-    assert "priority_weight" not in drawn.keys()  # noqa: SIM118 - a TensorDict yields values
-
-
-@pytest.mark.parametrize("where", [None, "even"])
-def test_rows_are_drawn_by_priority(rest: Stores, where: str | None) -> None:
-    drawn = draw_all(rest.connect(sampler=PRIORITIZED, where=where))
-    masses = powers() * (1.0 if where is None else even())
-    places = place_of(drawn["id"])
-    assert_distributed(places, masses)
-    np.testing.assert_allclose(drawn["priority_weight"].numpy(), weights_of(masses)[places], rtol=1e-6)
-
-
-@pytest.mark.parametrize("where", [None, "even"])
-def test_slices_are_drawn_as_from_one_store(rest: Stores, where: str | None) -> None:
-    drawn = draw_all(rest.connect(sampler={"kind": "slices", "slice_len": 4, "by": "start"}, where=where))
-    assert_distributed(first_rows(drawn, 4), starts_of(4) * (1.0 if where is None else even()))
-
-
 @pytest.mark.slow
-def test_batches_keep_their_distribution_while_rows_are_written(stores: Stores) -> None:
-    """Each batch is compared with the masses that it was drawn with, of which some are not those of now."""
-    given: list[dict[int, float]] = [{}, {}, {}]
-    rng = np.random.default_rng(1)
-    with stores.connect(sampler=PRIORITIZED, ahead=2) as rb:
-        for number in range(3):
-            source = next(f"s{n}" for n in range(99) if rb._route(f"s{n}").number == number)
-            write(rb, source, 60, given, rng)
-        stores.wait_for_rows(60)
-        expected, counts, changed = np.zeros((3, 400)), np.zeros((3, 400)), 0
-        for step in range(60):
-            drawn, info = rb.sample(return_info=True)
-            masses, assumed = info["draw"].masses, info["draw"].assumed
-            chances = []
-            for number in range(3):
-                powered = (np.array(list(given[number].values())).astype(np.float32) + EPS) ** ALPHA
-                chances.append(assumed[number] / sum(assumed.values()) * powered / powered.sum())
-                np.testing.assert_allclose(masses[number].total, powered.sum(), rtol=1e-5)
-                expected[number, : powered.size] += BATCH * chances[-1]
-                changed += assumed[number] != masses[number].total
-            ids = drawn["id"].numpy()
-            np.add.at(counts, (ids[:, 0], ids[:, 1] - 1), 1)
-            mine = np.array([chances[number][row - 1] for number, row in ids])
-            weights = (mine / min(float(each.min()) for each in chances)) ** -BETA
-            np.testing.assert_allclose(drawn["priority_weight"].numpy(), weights, rtol=2e-6)
-            if step % 2:  # after both batches that were drawn together
-                number = int(rng.integers(3))
-                source = next(f"s{n}" for n in range(99) if rb._route(f"s{n}").number == number)
-                write(rb, source, int(rng.integers(1, 12)), given, rng)
-                settle(stores, rb, given)
-    assert changed > 20
-    some = expected >= 5
-    assert ((counts - expected)[some] ** 2 / expected[some]).sum() < limit_of(int(some.sum()) + 1)
-
-
-def write(rb: Any, source: str, count: int, given: list[dict[int, float]], rng: Any) -> None:
-    """Write rows of a source and their priorities, and note them."""
-    ids = rb.extend(rows_of(count, count), source=source)
-    priorities = rng.random(count) * 3 + 0.01
-    assert rb.update_priority(id=ids, priority=priorities) == count
-    given[int(ids[0, 0])].update(zip(ids[:, 1].tolist(), priorities.tolist(), strict=True))
-
-
-def settle(stores: Stores, rb: Any, given: list[dict[int, float]]) -> None:
-    """Wait until the copy draws by what was written to it."""
-    stores.wait_for_rows(len(given[SHARED]))
-    powered = (np.array(list(given[SHARED].values())).astype(np.float32) + EPS) ** ALPHA
-    shard, draw = rb._shards.find(SHARED), rb._describe(BATCH)
-    wait_until(lambda: np.isclose(shard._reach.member.weigh(draw, 1).mass.total, powered.sum(), rtol=1e-6))
-
-
-@pytest.mark.slow
-def test_a_served_store_is_away_and_comes_back(rest: Stores, tmp_path: Path) -> None:
+def test_a_served_store_is_away_and_comes_back(rest: MixedStores, tmp_path: Path) -> None:
     with expstore.open(tmp_path / "run.exp", seed=0) as rb:
         fill(rb, SERVED)
     server = KillableServer(tmp_path)
     places = [f"http://127.0.0.1:{server.port}/run", *rest.places[1:]]
+    options: dict[str, Any] = {"batch_size": BATCH, "seed": 5, "ahead": 2, "sampler": PRIORITIZED}
+    options["retries"] = SOON
     try:
         with (
-            connect(places, ahead=2, sampler=PRIORITIZED, down="partial") as rb,
-            connect(places, ahead=2, sampler=PRIORITIZED) as patient,
+            expstore.connect(places, **options, down="partial") as rb,
+            expstore.connect(places, **options) as patient,
         ):
             assert rb.sample()["shards_missing"] == []
             wanted = ids_of(patient.stream(6))
@@ -202,11 +77,9 @@ def test_a_served_store_is_away_and_comes_back(rest: Stores, tmp_path: Path) -> 
             wait_until(lambda: rb.sample()["shards_missing"] == [SERVED])
             drawn = draw_some(rb)
             masses = powers() * np.repeat([0.0, 1.0, 1.0], SIZES)
-            places_of_rows = place_of(drawn["id"])
-            assert_distributed(places_of_rows, masses)
-            np.testing.assert_allclose(
-                drawn["priority_weight"].numpy(), weights_of(masses)[places_of_rows], rtol=1e-6
-            )
+            rows = place_of(drawn["id"])
+            assert_distributed(rows, masses)
+            np.testing.assert_allclose(drawn["priority_weight"].numpy(), weights_of(masses)[rows], rtol=1e-6)
             pairs = torch.tensor([[SERVED, 1], [LOCAL, 1], [SHARED, 1]])
             first = torch.tensor([priorities_of(number, 1)[0] for number in range(3)])
             assert rb.update_priority(id=pairs, priority=first) == 2
@@ -222,7 +95,7 @@ def test_a_served_store_is_away_and_comes_back(rest: Stores, tmp_path: Path) -> 
 # -- rows ------------------------------------------------------------------------------------------
 
 
-def test_rows_go_to_the_place_of_their_source_and_are_found_there(stores: Stores) -> None:
+def test_rows_go_to_the_place_of_their_source_and_are_found_there(stores: MixedStores) -> None:
     with stores.connect(batch_size=32) as rb:
         pairs = torch.cat([rb.extend(rows_of(6, 6, 6 * n), source=f"actor-{n}") for n in range(24)])
         added = [rb.add(rows_of(1, 6, 900 + n)[0], source=f"one-{n}") for n in range(8)]
@@ -247,7 +120,6 @@ def test_rows_go_to_the_place_of_their_source_and_are_found_there(stores: Stores
         for pair in ([SERVED, 999], [LOCAL, 999], [SHARED, 999]):
             with pytest.raises(NotFoundError, match=rf"shard {pair[0]} "):
                 rb.by_id([pair])
-        # queries
         total = rb.sql("SELECT sum(n) FROM parts", each="SELECT count(*) AS n FROM transitions")
         assert total.fetchone() == (len(rb),) == (152,)
         each = rb.sql_each("SELECT _id FROM transitions ORDER BY _id", limit=2).fetchall()
@@ -262,14 +134,18 @@ def test_rows_go_to_the_place_of_their_source_and_are_found_there(stores: Stores
         owner = stores.owner.sql("SELECT _id, _priority FROM transitions").fetchall()
         known = {(SHARED, row): priority for row, priority in owner}
         assert all(known[pair] == n + 1 for pair, n in number.items() if pair[0] == SHARED and n < 900)
-        source = next(f"s{n}" for n in range(99) if rb._route(f"s{n}").number == LOCAL)
-        new = rb.extend(rows_of(6, 6), source=source)
+        new = rb.extend(rows_of(6, 6), source=source_for(rb, LOCAL))
         given = stores.places[LOCAL].sql("SELECT _id, _priority FROM transitions").fetchall()
         # the largest of all places, not that of rows which are not there
         assert {priority for row, priority in given if [LOCAL, row] in new.tolist()} == {144.0}
+        # sources
+        with stores.connect() as other:
+            again = [int(other.extend(rows_of(6, 6), source=f"actor-{n}")[0, 0]) for n in range(4)]
+        assert again == pairs[:24:6, 0].tolist()
+        assert len({int(rb.extend(rows_of(6, 6))[0, 0]) for _ in range(3)}) == 1  # without a name
 
 
-def test_samplers_are_named_everywhere(rest: Stores) -> None:
+def test_samplers_are_named_everywhere(rest: MixedStores) -> None:
     whole = {"kind": "without_replacement", "shuffle": True, "drop_last": False}
     with rest.connect() as rb:
         for _ in range(2):
@@ -288,8 +164,7 @@ def test_samplers_are_named_everywhere(rest: Stores) -> None:
             rb.sample()
 
 
-def test_draws_continue_in_other_buffers_and_processes(rest: Stores) -> None:
-    context = multiprocessing.get_context("fork")
+def test_draws_continue_in_other_buffers_and_processes(rest: MixedStores) -> None:
     with rest.connect(sampler=PRIORITIZED, ahead=2) as rb:
         first = ids_of(rb.sample() for _ in range(5))
         state = rb.state_dict()
@@ -301,18 +176,8 @@ def test_draws_continue_in_other_buffers_and_processes(rest: Stores) -> None:
             assert ids_of(copied.sample() for _ in range(4)) == after[2:]
             close_stores(copied)
         for given in (data, rb):  # a copy, and a buffer that was forked
-            mine, theirs = context.Pipe()
-            child = context.Process(target=draw_in_child, args=(given, theirs))
-            child.start()
-            theirs.close()
-            try:
-                assert mine.poll(60), "the child says nothing"
-                found, written = mine.recv()
-            finally:
-                child.kill()
-                child.join(60)
-            assert found == after[2:]
-            assert written == {LOCAL: "StateError"}
+            with forked(lambda given=given: draw_and_write(given)) as answer:  # type: ignore[misc]
+                assert answer() == (after[2:], {LOCAL: "StateError"})
         assert ids_of(rb.sample() for _ in range(4)) == after[2:]
     with rest.connect(sampler=PRIORITIZED, ahead=2) as rb:
         assert ids_of(rb.sample() for _ in range(5)) == first
@@ -322,14 +187,13 @@ def test_draws_continue_in_other_buffers_and_processes(rest: Stores) -> None:
         rb.load_state_dict(state)
 
 
-def close_stores(rb: expstore.cluster.ShardedReplayBuffer) -> None:
+def close_stores(rb: expstore.ShardedReplayBuffer) -> None:
     for number in (LOCAL, SHARED):
         rb.shards[number].close()
 
 
-def draw_in_child(given: Any, sent: Any) -> None:
+def draw_and_write(given: Any) -> Any:
     """Draw, and try to set a priority of the first row of each place to what it is."""
-    torch.set_num_threads(1)
     rb = pickle.loads(given) if isinstance(given, bytes) else given
     found, refused = ids_of(rb.sample() for _ in range(4)), {}
     for number in range(3):
@@ -338,11 +202,10 @@ def draw_in_child(given: Any, sent: Any) -> None:
             assert count == 1
         except expstore.ExpStoreError as exc:
             refused[number] = type(exc).__name__
-    sent.send((found, refused))
-    os._exit(0)
+    return found, refused
 
 
-def test_a_rate_limiter_of_a_store_counts_draws(tmp_path: Path, rest: Stores) -> None:
+def test_a_rate_limiter_of_a_store_counts_draws(tmp_path: Path, rest: MixedStores) -> None:
     """Otherwise a writer would wait for draws for ever."""
     limiter = SampleToInsertRatio(1.0, min_size_to_sample=10, error_buffer=(-40.0, 40.0), timeout=0)
     with expstore.open(tmp_path / "run.exp", batches={"rate_limiter": limiter}, seed=1) as local:
@@ -357,7 +220,7 @@ def test_a_rate_limiter_of_a_store_counts_draws(tmp_path: Path, rest: Stores) ->
             assert len(rb.sample()) == 8
 
 
-def test_what_cannot_be_done_is_refused(stores: Stores) -> None:
+def test_what_cannot_be_done_is_refused(stores: MixedStores) -> None:
     local, copy = stores.places[1:]
     for twice in ([local, local], [stores.owner, copy]):
         with pytest.raises(ArgumentError, match="same store"):
@@ -376,7 +239,6 @@ def test_what_cannot_be_done_is_refused(stores: Stores) -> None:
         stores.wait_for_rows(100)
         stores.owner.close()
         assert rb.update_priority(id=pairs, priority=2.0) == 1  # those of an owner that is gone are skipped
-        source = next(f"s{n}" for n in range(99) if rb._route(f"s{n}").number == SHARED)
         with pytest.raises(RemoteError, match="shard 2"):
-            rb.extend(rows_of(6, 6), source=source)
+            rb.extend(rows_of(6, 6), source=source_for(rb, SHARED))
         assert SHARED in {int(place) for _ in range(4) for place in rb.sample()["id"][:, 0]}

@@ -173,7 +173,6 @@ def live_through_kills(cluster: Cluster, kills: int) -> None:
     assert actions(cluster) == sorted(known + written)
 
 
-@pytest.mark.guarantee("server/rows")
 @pytest.mark.torture  # Ray starts many processes for it: a minute or more on two cores
 def test_a_killed_shard_is_restarted_and_no_acknowledged_row_is_lost(cluster: Cluster) -> None:
     address = cluster.members.members[0].url
@@ -181,7 +180,6 @@ def test_a_killed_shard_is_restarted_and_no_acknowledged_row_is_lost(cluster: Cl
     assert cluster.members.members[0].url == address
 
 
-@pytest.mark.guarantee("server/rows")
 @pytest.mark.torture
 def test_ten_kills(cluster: Cluster) -> None:
     live_through_kills(cluster, 10)
@@ -282,32 +280,30 @@ def test_ray_data_reads_the_rows_of_all_shards(cluster: Cluster) -> None:
 
 
 def test_what_cannot_be_started_is_refused(cluster: Cluster, folder: Path, tmp_path: Path) -> None:
-    start = expstore.cluster.ray.start
-    with pytest.raises(StateError, match="'tests' runs already"):
-        start(folder / "run-{shard}.exp", name="tests")
-    with pytest.raises(ArgumentError, match="{shard}"):
-        start(tmp_path / "run.exp", name="other")
-    with pytest.raises(ArgumentError, match="is not a name"):
-        start(tmp_path / "run-{shard}.exp", name="a b")
-    with pytest.raises(ArgumentError, match="at least 1"):
-        start(tmp_path / "run-{shard}.exp", name="other", shards=0)
-    with pytest.raises(ArgumentError, match="must not have 'mode'"):
-        start(tmp_path / "run-{shard}.exp", name="other", store={"mode": "w"})
-    with pytest.raises(ArgumentError, match="'nonsense'"):
-        start(tmp_path / "run-{shard}.exp", name="other", server={"nonsense": 1})
-    with pytest.raises(ArgumentError, match="allow_lost"):
-        start(tmp_path / "run-{shard}.exp", name="other", allow_lost=True)
-    with pytest.raises(NotFoundError, match="no node '10.0.0.1'"):
-        start(tmp_path / "run-{shard}.exp", name="other", nodes=["10.0.0.1"])
-    with pytest.raises(NotFoundError, match="there is no folder"):
-        start(tmp_path / "none" / "run-{shard}.exp", name="other")
     expstore.open(tmp_path / "run-0.exp", mode="x").close()
-    with pytest.raises(StateError, match=r"run-0.exp .* exists, and .*run-1.exp .* does not"):
-        start(tmp_path / "run-{shard}.exp", name="other", shards=2)
+    here, there = tmp_path / "run-{shard}.exp", folder / "run-{shard}.exp"
+    for path, options, error, match in (
+        (there, {"name": "tests"}, StateError, "'tests' runs already"),
+        (tmp_path / "run.exp", {}, ArgumentError, "{shard}"),
+        (here, {"name": "a b"}, ArgumentError, "is not a name"),
+        (here, {"shards": 0}, ArgumentError, "at least 1"),
+        (here, {"store": {"mode": "w"}}, ArgumentError, "must not have 'mode'"),
+        (here, {"server": {"nonsense": 1}}, ArgumentError, "'nonsense'"),
+        (here, {"allow_lost": True}, ArgumentError, "allow_lost"),
+        (here, {"nodes": ["10.0.0.1"]}, NotFoundError, "no node '10.0.0.1'"),
+        (tmp_path / "none" / "run-{shard}.exp", {}, NotFoundError, "there is no folder"),
+        (here, {"shards": 2}, StateError, r"run-0.exp .* exists, and .*run-1.exp .* does not"),
+        (
+            there,
+            {"shards": 3, "file": folder / "tests.cluster.json"},
+            StateError,
+            "2 shards, and 3 were asked",
+        ),
+    ):
+        with pytest.raises(error, match=match):
+            expstore.cluster.ray.start(path, **{"name": "other"} | options)
     with pytest.raises(NotFoundError, match="no cluster 'other'"):
         expstore.cluster.ray.find("other")
-    with pytest.raises(StateError, match="2 shards, and 3 were asked for"):
-        start(folder / "run-{shard}.exp", name="again", shards=3, file=folder / "tests.cluster.json")
     with pytest.raises(RemoteError, match="token"):
         expstore.connect([member.url for member in cluster.members.members], token="wrong")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run-0.exp"]
@@ -447,23 +443,20 @@ def test_the_blocks_of_its_page_run(connected: None, tmp_path: Path, monkeypatch
     names["cluster"].stop()
 
 
-def test_without_ray_the_error_says_what_to_install() -> None:
+def run_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=folder
+    )
+
+
+def test_without_ray_the_error_says_what_to_install(tmp_path: Path) -> None:
     code = "import sys; sys.modules['ray'] = None; import expstore; expstore.cluster.ray.start"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "MissingExtraError: clusters on Ray need ray" in done.stderr
-    assert "pip install 'expstore[ray]'" in done.stderr
+    assert "pip install 'expstore[ray]'" in run_python(code, tmp_path).stderr
 
 
 def test_without_a_connection_to_ray_nothing_is_started(tmp_path: Path) -> None:
-    code = (
-        "import expstore\n"
-        "try: expstore.cluster.ray.start('run-{shard}.exp')\n"
-        "except expstore.errors.StateError as exc: print(exc)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
-    )
-    assert "this process is not connected to Ray; call ray.init() first" in done.stdout, done.stderr
+    done = run_python("import expstore; expstore.cluster.ray.start('run-{shard}.exp')", tmp_path)
+    assert "StateError: this process is not connected to Ray; call ray.init() first" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import multiprocessing
 import os
 import pickle
 import signal
@@ -27,14 +26,13 @@ import torch
 from tensordict import NonTensorData, TensorDict
 
 import expstore
-from expstore import errors
+from expstore import RemoteReplayBuffer, Retries, errors
 from expstore.api import Settings, create_app
 from expstore.errors import (
     ArgumentError,
     NoRowError,
     NotFoundError,
     NotReadyError,
-    PriorityError,
     QueryError,
     RemoteError,
     SchemaError,
@@ -42,12 +40,12 @@ from expstore.errors import (
     StateError,
     StorageError,
 )
-from expstore.remote import RemoteReplayBuffer, Retries
 from expstore.remote.local_only import INSTEAD
 from expstore.remote.transport import Address, Connection, _error_of
 from tests.support.arrow_bodies import batch_of
+from tests.support.forks import forked
 from tests.support.servers import KillableServer, Serving
-from tests.support.tcp_proxy import Proxy
+from tests.support.tcp_proxy import BreakableProxy, Proxy
 from tests.support.waits import wait_until
 
 pytestmark = pytest.mark.index
@@ -65,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Serving]:
-    with Serving(Settings(path=folder)) as server:
+    with Serving(Settings(path=folder, sql_seconds=60.0)) as server:
         yield server
 
 
@@ -104,8 +102,6 @@ def test_a_store_may_have_the_name_of_a_file(server: Serving, folder: Path, tmp_
     with expstore.connect(f"{server.url}/run.json") as rb:
         assert isinstance(rb, RemoteReplayBuffer)
         assert len(rb) == 0
-    with pytest.raises(ArgumentError, match="is not the address of a store"):
-        expstore.connect("s3://bucket/run.json")
     with pytest.raises(NotFoundError):
         expstore.connect(str(tmp_path / "run.json"))  # a path is
 
@@ -125,18 +121,13 @@ def test_arrays_are_stored_and_returned(server: Serving, name: str) -> None:
     assert [type(batch["next"]["reward"]), type(info["id"])] == [np.ndarray, np.ndarray]
     np.testing.assert_array_equal(batch["a"], info["id"] - 1)
     assert rb.extend(batch).tolist() == [*range(8, 72)]  # without its ids
-    with pytest.raises(SchemaError, match="column 'next.done' is missing"):
-        rb.extend(table.drop_columns(["next.done"]))
-    with pytest.raises(SchemaError, match="'a' has 2 rows"):
-        rb.extend({"next": rows["next"], "a": np.arange(2)})
+    for wrong in (table.drop_columns(["next.done"]), {"next": rows["next"], "a": np.arange(2)}):
+        with pytest.raises(SchemaError):
+            rb.extend(wrong)
     with pytest.raises(SchemaError):
         rb.add({"a": [1, 2], "next": {"reward": 1.5, "done": False}})
 
 
-@pytest.mark.guarantee(
-    "server/same",
-    "Rows are written and read as in the server's process, and draws of a seed are those of a reader there.",
-)
 def test_rows_go_in_and_come_out_as_in_process(server: Serving, folder: Path, name: str) -> None:
     data = batch_of(30)
     with connect(server, name) as rb:
@@ -176,7 +167,6 @@ def test_arrays_may_be_the_default(server: Serving, name: str) -> None:
         copied.close()
 
 
-@pytest.mark.guarantee("server/same")
 @pytest.mark.parametrize("sampler", [None, {"kind": "prioritized", "alpha": 0.7, "beta": 0.5}])
 def test_draws_of_a_seed_are_those_of_a_reader(
     server: Serving, folder: Path, name: str, sampler: dict[str, Any] | None
@@ -333,29 +323,25 @@ def test_rows_that_are_not_taken_in(server: Serving, name: str) -> None:
         assert len(rb) == 4
 
 
-@pytest.mark.slow
 def test_episodes_are_annotated(server: Serving, name: str) -> None:
     with connect(server, name) as rb:
         rb.extend(batch_of(15))
         facts = {"good": True, "self": "x", "episode_id": [1, None], "note": '<b>"\u202e'}
         assert rb.episodes.annotate(1, **facts) == facts
-        assert rb.episodes.annotate(1, good=None, score=0.5)["score"] == 0.5
-        assert rb.episodes("info->>'self' = 'x'").fetchall()[0][0] == 1
-        assert "good" not in rb.episodes.annotate(1)
+        del facts["good"]
+        assert rb.episodes.annotate(1, good=None, score=0.5) == facts | {"score": 0.5}
         for bad, error in ((99, NotFoundError), (-1, NotFoundError), ("1", TypeError)):
             with pytest.raises(error):
                 rb.episodes.annotate(bad, good=True)
-        with pytest.raises(SchemaError, match="cannot represent nan"):
+        with pytest.raises(SchemaError):
             rb.episodes.annotate(1, score=float("nan"))
 
 
 def test_sources_and_annotations_are_sent_with_rows(server: Serving, folder: Path, name: str) -> None:
     with connect(server, name) as rb:
         rb.extend(batch_of(15), source="robot", episode_info={"task": "peg", "n": 3})
-        with pytest.raises(SchemaError, match="JSON"):
+        with pytest.raises(SchemaError):
             rb.extend(batch_of(1), episode_info={"x": object()})
-        with pytest.raises(StateError, match="specs"):
-            rb.extend(batch_of(1), validate="domain")
         with pytest.raises(ValueError, match="validate"):
             rb.extend(batch_of(1), validate="all")  # type: ignore[arg-type]
         rb.flush()
@@ -376,14 +362,11 @@ def test_priorities_are_set_by_id(server: Serving, name: str) -> None:
         assert rb.update_priority(id=rest, priority=0.0) == 9
         assert rb.update_priority(id=[4], priority=[2.0]) == 1
         assert set(rb.sample()["id"].tolist()) == {4}
-        assert rb.update_priority(id=[99], priority=1.0) == 0
-        with pytest.raises(PriorityError):
-            rb.update_priority(id=[1, 2], priority=[1.0, float("nan")])
-        with pytest.raises(RemoteError, match="by index"):
-            rb.update_priority(torch.arange(3), torch.ones(3))
-        with pytest.raises(SchemaError, match="td_error"):
-            rb.update_priority(rb.sample())
-        with pytest.raises(SchemaError, match="got 3 priorities for 2 rows"):
+        with pytest.raises(RemoteError):
+            rb.update_priority(torch.arange(3), torch.ones(3))  # by index
+        with pytest.raises(SchemaError):
+            rb.update_priority(rb.sample())  # without td_error
+        with pytest.raises(SchemaError):
             rb.update_priority(id=[1, 2], priority=[1.0, 2.0, 3.0])
 
 
@@ -392,53 +375,13 @@ def test_errors_are_those_of_a_local_buffer(server: Serving, name: str) -> None:
         with pytest.raises(NotReadyError) as caught:
             rb.sample()
         assert caught.value.status == 409
-        rb.extend(batch_of(5))
-        with pytest.raises(SchemaError):
-            rb.extend(batch_of(3).exclude("action"))
         with pytest.raises(SchemaError):
             rb.extend(torch.zeros(3))  # type: ignore[arg-type]
-        with pytest.raises(SchemaError):
-            rb.extend(batch_of(3).set("action", torch.zeros(3, 2)))
+        rb.extend(batch_of(5))
         with pytest.raises(NotFoundError):
-            rb.by_id([1, 77])
-        with pytest.raises(NotFoundError):
-            rb.trajectory(77)
-        with pytest.raises(NotFoundError, match="sampler"):
-            connect(server, name, batch_size=4, sampler="nobody").sample()
-        with pytest.raises(NotFoundError, match="sampler"):
             next(connect(server, name, batch_size=4, sampler="nobody").stream())
-        assert len(rb) == 5
         with pytest.raises(StateError, match="batch_size"):
             next(iter(connect(server, name)))
-
-
-@pytest.mark.parametrize(
-    "act",
-    [
-        lambda rb: rb[0],
-        lambda rb: rb.__setitem__(0, 1),
-        lambda rb: rb.append_transform(len),
-        lambda rb: rb.columns.add("return", fill=0.0),
-        lambda rb: rb.columns.drop("return"),
-        lambda rb: rb.columns.stats(),
-        lambda rb: rb.retention.set({"age": "7d"}),
-        lambda rb: rb.retention.policy,
-        lambda rb: rb.retention.apply(dry_run=True),
-        lambda rb: rb.episodes.delete("true"),
-        lambda rb: rb.storage,
-        lambda rb: rb.set_sampler(None),
-        lambda rb: rb.state_dict(),
-        lambda rb: rb.extend(batch_of(1), return_ids=False),
-    ],
-)
-def test_calls_that_need_local_rows_are_refused_with_a_hint(server: Serving, folder: Path, act: Any) -> None:
-    rb = RemoteReplayBuffer(
-        expstore.remote.transport.Connection(Address("http://nowhere", "x"), None, timeout=1)
-    )
-    with pytest.raises(RemoteError) as caught:
-        act(rb)
-    assert caught.value.kind == "local_only"
-    assert caught.value.hint
 
 
 def test_every_refused_name_has_its_hint_in_the_table() -> None:
@@ -466,7 +409,7 @@ def test_a_connection_is_shared_as_it_is(server: Serving, name: str) -> None:
     with connect(server, name) as rb:
         assert rb.shared
         assert rb.share() is rb
-        with pytest.raises(RemoteError, match="cannot forbid") as caught:
+        with pytest.raises(RemoteError) as caught:
             rb.share(False)
         assert caught.value.kind == "local_only"
 
@@ -483,42 +426,49 @@ def test_samplers_with_names_are_shared(server: Serving, name: str) -> None:
     passes = {"kind": "without_replacement", "shuffle": False}
     with connect(server, name) as rb, connect(server, name, sampler="once", batch_size=3) as other:
         first = rb.extend(batch_of(6))
-        for _ in range(2):  # the same one again changes nothing
-            rb.name_sampler("once", passes, where="_step < 6", seed=4)
-        assert rb.samplers()["once"]["kind"] == "without_replacement"
+        rb.name_sampler("once", passes, where="_step < 6", seed=4)
         with connect(server, name, sampler="once", batch_size=3) as third:
             drawn = [buffer.sample()["id"].tolist() for buffer in (other, third, other, third)]
         assert drawn == [first[:3].tolist(), first[3:].tolist()] * 2
-        with pytest.raises(StateError, match="another sampler"):
-            rb.name_sampler("once", {"kind": "consuming"})
         rb.dumps()
         rb.extend(batch_of(5))
         rb.loads()
         assert rb.by_id(other.sample()["id"])["action"].tolist() == batch_of(6)["action"][:3].tolist()
         rb.forget_sampler("once")
-        assert rb.samplers() == {}
-        with pytest.raises(NotFoundError, match="sampler"):
-            rb.forget_sampler("once")
-        with pytest.raises(NotFoundError, match="sampler"):
+        with pytest.raises(NotFoundError):
             other.sample()
 
 
-def test_samplers_are_described(server: Serving, name: str) -> None:
-    with pytest.raises(RemoteError, match="describe it"):
-        connect(server, name, sampler=expstore.PrioritizedSampler())
-    with pytest.raises(ValueError, match="seed"):
-        connect(server, name, draw=3)
-    with pytest.raises(ValueError, match="prefetch"):
-        connect(server, name, prefetch=0)
-
-
 @pytest.mark.parametrize(
-    "url",
-    ["", "run", "ftp://host/run", "http://host", "http://host/", "http://u:p@host/run", "http://h/r?x=1"],
+    ("url", "options", "error"),
+    [
+        *((url, {}, ArgumentError) for url in ("", "run", "ftp://host/run", "http://host", "http://host/")),
+        *(
+            (url, {}, ArgumentError)
+            for url in ("http://u:p@host/run", "http://h/r?x=1", "s3://bucket/run.json")
+        ),
+        ([5], {}, ArgumentError),
+        ("http://127.0.0.1:1/demo", {"sampler": expstore.PrioritizedSampler()}, RemoteError),
+        ("http://127.0.0.1:1/demo", {"draw": 3}, ArgumentError),
+        ("http://127.0.0.1:1/demo", {"prefetch": 0}, ArgumentError),
+        ("http://127.0.0.1:1/demo", {"token": 5}, ArgumentError),
+        ("http://127.0.0.1:1/demo", {"token": "two\nlines"}, ArgumentError),
+        ("http://127.0.0.1:1/demo", {"timeout": "x"}, ArgumentError),
+        ("http://127.0.0.1:1/demo", {"device": "cuba"}, StateError),
+    ],
 )
-def test_addresses_are_parsed_and_checked(url: str) -> None:
-    with pytest.raises(ValueError, match="address"):
-        expstore.connect(url)
+def test_wrong_arguments_are_refused_before_a_request(
+    url: Any, options: dict[str, Any], error: type[errors.ExpStoreError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connect_anyway(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a connection is opened")
+
+    monkeypatch.setattr(socket, "create_connection", connect_anyway)
+    with pytest.raises(error):
+        expstore.connect(url, **options)
+
+
+def test_addresses_are_parsed() -> None:
     found = Address.of("https://host:1/behind/a%20name/")
     assert (found.root, found.name) == ("https://host:1/behind", "a name")
     assert found.path("sample") == "/behind/v1/stores/a%20name/sample"
@@ -526,15 +476,13 @@ def test_addresses_are_parsed_and_checked(url: str) -> None:
 
 
 def test_a_connection_moves_with_its_session(server: Serving, name: str) -> None:
-    refuses = threading.Event()
-    with Proxy(server.port, lambda _: "refuse" if refuses.is_set() else "") as proxy:
+    with BreakableProxy(server.port) as proxy:
         connection = Connection(
             Address(f"http://127.0.0.1:{proxy.port}", name), None, timeout=30, retries=SOON
         )
         rb = RemoteReplayBuffer(connection)
         rb.extend(batch_of(5), source="actor")
-        refuses.set()
-        proxy.cut()
+        proxy.stop()
         with ThreadPoolExecutor(1) as pool:
             written = pool.submit(rb.extend, batch_of(5, 5), source="actor")
             connection.move(Address(server.url, name), None)
@@ -583,25 +531,6 @@ def test_a_wrong_name_and_a_server_that_is_gone(server: Serving) -> None:
         assert proxy.connections == before + 1
 
 
-@pytest.mark.guarantee(
-    "server/retries",
-    "A write whose answer is lost is stored once; a request without an idempotency key is not sent again.",
-)
-@pytest.mark.parametrize("trouble", ["refuse", "answer", "half"])
-def test_a_write_whose_answer_is_lost_happens_once(server: Serving, name: str, trouble: str) -> None:
-    with Proxy(server.port, lambda number: trouble if number % 3 != 2 else "") as proxy:
-        with connect(proxy, name, batch_size=4) as rb:
-            for number in range(4):
-                assert rb.extend(batch_of(10, 10 * number)).tolist() == list(
-                    range(10 * number + 1, 10 * number + 11)
-                )
-                proxy.cut()  # the next one needs a new connection
-            assert rb.add(batch_of(1)[0]) == 41
-            assert len(rb) == 41
-            assert rb.sample()["id"].shape == (4,)
-        assert proxy.connections >= 12
-
-
 def test_a_key_is_of_one_write(server: Serving, name: str) -> None:
     with connect(server, name) as rb:
         mine = rb._connection._get_in_process()
@@ -615,10 +544,6 @@ def test_a_key_is_of_one_write(server: Serving, name: str) -> None:
         assert len(rb) == 3
 
 
-@pytest.mark.guarantee(
-    "server/streams",
-    "A stream of batches or a connection for draws that breaks loses no draw.",
-)
 def test_a_broken_stream_continues(server: Serving, name: str) -> None:
     with connect(server, name, batch_size=5000, seed=5) as rb:
         rb.extend(batch_of(50))
@@ -637,51 +562,42 @@ def test_a_broken_stream_continues(server: Serving, name: str) -> None:
 
 def test_threads_share_a_buffer(server: Serving, name: str) -> None:
     with connect(server, name, batch_size=4) as rb:
-        ids: list[int] = []
 
-        def work(number: int) -> None:
-            for cycle in range(5):
-                ids.extend(rb.extend(batch_of(4, 100 * number + 10 * cycle)).tolist())
-                assert rb.sample()["id"].shape == (4,)
+        def work(number: int) -> list[int]:
+            ids = rb.extend(batch_of(4, 10 * number)).tolist()
+            assert rb.sample()["id"].shape == (4,)
+            return ids
 
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert sorted(ids) == list(range(1, 121))
+        with ThreadPoolExecutor(6) as pool:
+            written = [row for ids in pool.map(work, range(30)) for row in ids]
+        assert sorted(written) == list(range(1, 121))
         assert len(rb) == 120
-
-
-def _child(rb: RemoteReplayBuffer, held: Any, pipe: Any) -> None:
-    with pytest.raises(StateError, match="another process"):
-        next(held)
-    pipe.send((rb.extend(batch_of(3)).tolist(), next(rb.stream(1))["id"].tolist(), rb.draw))
 
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize("method", ["fork", "pickle"])
 def test_other_processes_have_connections_of_their_own(server: Serving, name: str, method: str) -> None:
+    def work() -> tuple[list[int], int]:
+        with pytest.raises(StateError, match="another process"):
+            next(held)
+        ids = rb.extend(batch_of(3)).tolist()
+        next(rb.stream(1))
+        return ids, rb.draw
+
     with connect(server, name, batch_size=4, seed=1) as rb:
         rb.extend(batch_of(10))
         wanted = connect(server, name, batch_size=4, seed=1).sample()["id"].tolist()
         if method == "pickle":
-            copy = pickle.loads(pickle.dumps(rb))
-            assert copy._connection._mine == {}
-            assert copy.sample()["id"].tolist() == wanted
-            copy.close()
+            with pickle.loads(pickle.dumps(rb)) as copy:
+                assert copy._connection._mine == {}
+                assert copy.sample()["id"].tolist() == wanted
             return
         held = rb.stream()
         next(held)
         draw = rb.draw
-        here, there = multiprocessing.Pipe()
-        child = multiprocessing.get_context("fork").Process(target=_child, args=(rb, held, there))
-        child.start()
-        assert here.poll(60), "the child says nothing"
-        ids, _, drawn = here.recv()
-        child.join(60)
-        assert child.exitcode == 0
-        assert (ids, drawn, rb.draw) == ([11, 12, 13], draw + 1, draw)
+        with forked(work) as answer:
+            assert answer() == ([11, 12, 13], draw + 1)
+        assert rb.draw == draw
         assert rb.extend(batch_of(3)).tolist() == [14, 15, 16]
         assert next(held)["id"].shape == (4,)
         held.close()  # type: ignore[attr-defined]
@@ -756,22 +672,12 @@ def test_closing_wakes_threads_that_wait_for_a_server(server: Serving, name: str
     with Proxy(server.port, lambda number: "" if number == 0 else "refuse") as proxy:
         rb = connect(proxy, name, batch_size=4, retries=Retries(seconds=100, first=50, longest=50))
         proxy.cut()
-        found: list[BaseException] = []
-
-        def wait() -> None:
-            try:
-                rb.extend(batch_of(3))
-            except StateError as exc:
-                found.append(exc)
-
-        thread = threading.Thread(target=wait)
-        thread.start()
-        while proxy.connections < 2:
-            pass
-        rb.close()
-        thread.join(20)
-        assert not thread.is_alive()
-        assert len(found) == 1
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(rb.extend, batch_of(3))
+            wait_until(lambda: proxy.connections >= 2)
+            rb.close()
+            with pytest.raises(StateError):
+                waiting.result(60)
 
 
 def test_values_of_numpy_and_dates_are_sent(server: Serving, name: str) -> None:
@@ -787,47 +693,29 @@ def test_values_of_numpy_and_dates_are_sent(server: Serving, name: str) -> None:
     for when in (datetime(2026, 11, 28, 12), date(2026, 11, 28), np.datetime64("2026-11-28T12:00:00.5")):
         assert rb.sql("SELECT ? > TIMESTAMP '2026-11-27 13:00:00'", [when]).fetchall() == [(True,)]
     assert rb.sql("SELECT ? < TIME '13:00:00'", [clock(12, 30)]).fetchall() == [(True,)]
-    with pytest.raises(ArgumentError, match="a set cannot be sent"):
+    ((x, y),) = rb.sql("SELECT isnan(?::DOUBLE), ?::DOUBLE", [np.nan, -np.inf])
+    assert (x, y) == (True, -np.inf)
+    with pytest.raises(ArgumentError):
         rb.sql("SELECT ?", [{1, 2}])
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"token": 5}, "token must be a string or a mapping of hosts, got a int"),
-        ({"timeout": "x"}, "timeout must be a number above 0, got 'x'"),
-        ({"device": "cuba"}, "batches cannot be returned on device 'cuba': .*; leave device out"),
-    ],
-)
-def test_wrong_arguments_of_connect_are_refused_before_a_request(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(errors.ExpStoreError, match=message):
-        expstore.connect("http://127.0.0.1:1/demo", **given)
-    with pytest.raises(ArgumentError, match="5 is not the address of a store; pass one such as"):
-        expstore.connect([5])  # type: ignore[list-item]
-
-
 def test_an_address_with_more_than_a_name_is_told_its_form(server: Serving, name: str) -> None:
-    with pytest.raises(
-        NotFoundError, match="no such route; /docs lists the routes; expstore.connect takes http"
-    ):
+    with pytest.raises(NotFoundError, match="expstore.connect takes http"):
         expstore.connect(f"{server.url}/{name}/more")
 
 
 def test_wrong_values_are_refused_before_they_are_sent(server: Serving, name: str) -> None:
     rb = connect(server, name)
     rb.extend(batch_of(5))
-    wrong: list[tuple[Callable[[], Any], str]] = [
-        (lambda: rb.update_priority(id=["x"], priority=1.0), "id must be numbers, got 'x'; pass a tensor or"),
-        (lambda: rb.update_priority(id=[1], priority="x"), "priority must be numbers, got 'x'"),
-        (
-            lambda: rb.update_tensordict_priority(5),
-            r"takes a sample, got int; pass the TensorDict that sample",
-        ),  # type: ignore[arg-type]
-        (lambda: rb.sql("SELECT ?", 5), r"params must be a list of values .* got 5; use params=\[5\]"),  # type: ignore[arg-type]
-        (lambda: rb.trajectory("x"), "an episode id must be an integer, got str"),  # type: ignore[arg-type]
+    wrong: list[Callable[[], Any]] = [
+        lambda: rb.update_priority(id=["x"], priority=1.0),
+        lambda: rb.update_priority(id=[1], priority="x"),
+        lambda: rb.update_tensordict_priority(5),  # type: ignore[arg-type]
+        lambda: rb.sql("SELECT ?", 5),  # type: ignore[arg-type]
+        lambda: rb.trajectory("x"),  # type: ignore[arg-type]
     ]
-    for act, message in wrong:
-        with pytest.raises(ArgumentError, match=message):
+    for act in wrong:
+        with pytest.raises(ArgumentError):
             act()
 
 
@@ -839,7 +727,7 @@ def test_errors_have_the_class_that_the_server_raised(tmp_path: Path) -> None:
         raise getattr(errors, name)("why", kind=kind)
 
     kinds = ("other", "memory", "too_large", "busy", "rate_limited", "sandbox", "query")
-    with Serving(settings, app) as server, httpx.Client(base_url=f"{server.url}/fail") as client:
+    with Serving(settings, app) as server, httpx.Client(base_url=f"{server.url}/fail", timeout=60) as client:
         for name, kind in itertools.product(errors.__all__, kinds):
             answer = client.get(f"{name}/{kind}")
             error = _error_of(answer.status_code, answer.content)
@@ -858,20 +746,14 @@ def test_errors_of_servers_that_name_no_class_have_that_of_their_kind_or_status(
     assert type(_error_of(422, b"<html>")) is SchemaError
 
 
-@pytest.mark.slow
-def test_queries_are_answered(server: Serving, name: str) -> None:
+def test_results_are_limited(server: Serving, name: str) -> None:
     with connect(server, name) as rb:
         rb.extend(batch_of(25))
-        found = rb.sql("SELECT count(*) AS n, sum(action) AS s FROM transitions WHERE action >= ?", [5])
-        assert found.fetchall() == [(20, 290)]
         assert rb.sql("SELECT action FROM transitions WHERE _id = $id", {"id": 4}).fetchone() == (3,)
-        assert rb.sql("SELECT _id FROM transitions ORDER BY _id", limit=3).fetchall() == [(1,), (2,), (3,)]
+        assert rb.sql("SELECT _id FROM transitions ORDER BY _id", limit=2).fetchall() == [(1,), (2,)]
         episodes = rb.episodes("length >= $n", "length DESC", params={"n": 10})
         assert [row[0] for row in episodes.fetchall()] == [1, 2]
         assert len(rb.episodes(limit=2)) == 2
-        for bad in ("DELETE FROM transitions", "SELECT nothing FROM transitions"):
-            with pytest.raises(QueryError):
-                rb.sql(bad)
         with pytest.raises(QueryError) as caught:
             rb.sql("SELECT * FROM range(20000)")
         assert caught.value.kind == "truncated"
@@ -898,7 +780,6 @@ def test_versions_lie_with_the_store(server: Serving, name: str) -> None:
         rb.load(version="five")
 
 
-@pytest.mark.guarantee("server/retries")
 def test_requests_without_a_key_are_not_repeated(server: Serving, name: str) -> None:
     with Proxy(server.port, lambda number: "answer" if number == 1 else "") as proxy:
         with connect(proxy, name) as rb:
@@ -944,8 +825,6 @@ def test_tokens(tmp_path: Path) -> None:
             with pytest.raises(RemoteError) as caught:
                 connect(server, "run", token=token)
             assert caught.value.status == 401
-        with pytest.raises(ValueError, match="token"):
-            connect(server, "run", token="two\nlines")
 
 
 def _write(server: KillableServer, number: int, until: float, written: dict[int, int]) -> None:
@@ -998,13 +877,11 @@ def _live_through_a_kill(folder: Path, clients: int, seconds: float) -> None:
         assert dict(rb.sql("SELECT _id, action FROM transitions").fetchall()) == acknowledged
 
 
-@pytest.mark.guarantee("server/rows")
 @pytest.mark.slow
 def test_acknowledged_rows_are_stored_once_after_a_kill(tmp_path: Path) -> None:
     _live_through_a_kill(tmp_path, 8, 6)
 
 
-@pytest.mark.guarantee("server/rows")
 @pytest.mark.torture
 @pytest.mark.timeout(600)
 def test_32_clients_and_a_kill(tmp_path: Path) -> None:
