@@ -22,8 +22,9 @@ import torch
 import expstore
 from expstore import NotFoundError
 from expstore.datasets.d4rl_files import d4rl_files
+from tests.support.minari_sets import create_minari
 from tests.support.public_addresses import serving_public_addresses
-from tests.unit.datasets import test_gen_dgrl, test_minari, test_openml, test_openx, test_roboset, test_vd4rl
+from tests.unit.datasets import test_gen_dgrl, test_openml, test_openx, test_roboset, test_vd4rl
 from tests.unit.datasets.test_d4rl import arrays
 from tests.unit.datasets.test_d4rl import write as write_d4rl
 
@@ -144,7 +145,7 @@ def test_the_sample_of_vd4rl(public: Path) -> None:
 
 def test_the_sample_of_minari(public: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (public / "farama-minari").mkdir(parents=True)
-    test_minari.create(tmp_path / "own", monkeypatch).rename(public / "farama-minari" / "door-human-v1")
+    create_minari(monkeypatch, tmp_path / "own").rename(public / "farama-minari" / "door-human-v1")
     sample = run_samples("Minari")["sample"]
     assert sample["observation", "pos"].shape == (32, 2)
     assert sample["next", "done"].shape == (32, 1)

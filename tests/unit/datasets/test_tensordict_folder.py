@@ -11,11 +11,10 @@ import pytest
 import torch
 from tensordict import NonTensorData, TensorDict
 
-import expstore
 from expstore import NotFoundError, SchemaError, StorageError
-from expstore.cli.app import run
-from expstore.datasets import TensorDictReader, import_dataset
+from expstore.datasets import TensorDictReader
 from expstore.datasets.kinds import tensordict_folder
+from tests.support.imported_stores import import_rows
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of importing torchrl's collectors
@@ -43,13 +42,6 @@ def rows(first: int, count: int, *, every: int = 5) -> TensorDict:
     )
 
 
-def imported(tmp_path: Path, source: Path) -> tuple[TensorDict, list[Any], dict[str, Any]]:
-    target = tmp_path / f"{len(list(tmp_path.iterdir()))}.exp"
-    import_dataset(TensorDictReader(source), target)
-    with expstore.open(target, mode="r") as rb:
-        return rb[:], rb.sql("SELECT length, status FROM episodes ORDER BY episode_id").fetchall(), rb.meta
-
-
 def same(found: TensorDict, wanted: TensorDict) -> bool:
     return all(torch.equal(found[key], wanted[key]) for key in wanted.keys(True, True))
 
@@ -67,7 +59,7 @@ def test_a_memory_map_folder(tmp_path: Path, piece: int, monkeypatch: pytest.Mon
     del said["data"]
     about.write_text(json.dumps(said))
     (about.parent / "other.pickle").write_bytes(b"never read")
-    found, episodes, meta = imported(tmp_path, tmp_path / "td")
+    found, episodes, _, meta = import_rows(TensorDictReader(tmp_path / "td"), tmp_path)
     assert same(found, data.exclude("where", "what"))
     assert episodes == [(5, "terminated"), (5, "truncated"), (1, "cut"), (1, "cut")]
     assert meta["tensordict"] == {"values": {"where": "here"}, "left_out": ["what"]}
@@ -76,7 +68,7 @@ def test_a_memory_map_folder(tmp_path: Path, piece: int, monkeypatch: pytest.Mon
 def test_rows_of_any_keys(tmp_path: Path) -> None:
     data = TensorDict({"X": torch.randn(7, 2), "deep": {"y": torch.arange(7), "z": torch.rand(7) > 0.5}}, [7])
     data.memmap(tmp_path / "td")
-    found, episodes, _ = imported(tmp_path, tmp_path / "td")
+    found, episodes, *_ = import_rows(TensorDictReader(tmp_path / "td"), tmp_path)
     assert same(found, data)
     assert episodes == [(7, "cut")]
 
@@ -88,7 +80,7 @@ def test_a_dump_of_torchrls_buffer(tmp_path: Path, count: int) -> None:
     for first in range(0, count, 3):
         rb.extend(data[first : first + 3])
     rb.dumps(tmp_path / "dump")
-    found, episodes, _ = imported(tmp_path, tmp_path / "dump")
+    found, episodes, *_ = import_rows(TensorDictReader(tmp_path / "dump"), tmp_path)
     assert same(found, data[-10:])  # the oldest row first, as it was written
     assert sum(length for length, _ in episodes) == min(10, count)
 
@@ -97,38 +89,9 @@ def test_interleaved_trajectories(tmp_path: Path) -> None:
     data = torch.stack([rows(0, 10, every=100), rows(50, 10, every=100)], 1).reshape(-1)
     data["collector", "traj_ids"] = torch.arange(20) % 2
     data.memmap(tmp_path / "td")
-    found, episodes, _ = imported(tmp_path, tmp_path / "td")
+    found, episodes, *_ = import_rows(TensorDictReader(tmp_path / "td"), tmp_path)
     assert same(found, data)
     assert episodes == [(10, "cut"), (10, "cut")]
-
-
-@pytest.mark.slow
-def test_a_killed_import_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensordict_folder, "_PIECE_BYTES", 300)
-    data = rows(0, 40)
-    data.memmap(tmp_path / "td")
-    _, whole, _ = imported(tmp_path, tmp_path / "td")
-    for stop in range(3, 40, 7):
-        target = tmp_path / f"stopped{stop}.exp"
-
-        def interrupt(done: int, total: int, stop: int = stop) -> None:
-            if done >= stop:
-                raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            import_dataset(TensorDictReader(tmp_path / "td"), target, progress=interrupt)
-        assert not target.exists()
-        import_dataset(TensorDictReader(tmp_path / "td"), target)
-        with expstore.open(target, mode="r") as rb:
-            assert same(rb[:], data)
-            found = rb.sql("SELECT length, status FROM episodes ORDER BY episode_id").fetchall()
-            assert found == whole
-
-
-def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows(0, 12).memmap(tmp_path / "td")
-    assert run(["import", str(tmp_path / "td"), str(tmp_path / "x.exp")]) == 0
-    assert "holds 12 rows of 3 episodes" in capsys.readouterr().out
 
 
 def test_bad_folders_leave_nothing(tmp_path: Path) -> None:
