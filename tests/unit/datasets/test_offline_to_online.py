@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from expstore import (
 )
 from expstore.errors import SchemaError
 from expstore.transforms import StepTransform
+from tests.support.refusals import check_refusals
 from tests.unit.datasets.test_d4rl import arrays, write
 
 pytestmark = pytest.mark.index
@@ -154,57 +156,70 @@ def test_arguments_that_torchrl_refuses_are_refused(keywords: dict[str, Any]) ->
     assert str(ours).split(", got")[0].split(". ")[0] == str(other).split(", got")[0].split(". ")[0]
 
 
-def test_contradicting_arguments_are_refused() -> None:
-    with pytest.raises(ValueError, match="batch_size must be provided"):
-        made().sample()
-    with pytest.raises(ValueError, match="batch_size must be provided when offline_dataset is a string"):
-        OfflineToOnlineReplayBuffer("d4rl:x", online_capacity=3)
-    with pytest.raises(ValueError, match="Unknown dataset source 'nobody'"):
-        OfflineToOnlineReplayBuffer("nobody:x", online_capacity=3, batch_size=4)
+class Looking(StepTransform):
+    def look(self, view: Any) -> None:
+        """Look at nothing."""
+
+    def apply(self, batch: Any, seen: None) -> Any:
+        return batch
+
+
+def test_wrong_arguments_are_refused() -> None:
+    rb, wrong_type, too_small = ReplayBuffer(storage=LazyTensorStorage(100)), TypeError, ValueError
+    text: Any = "x"
+
+    def by_name(name: str, **options: Any) -> Callable[[], object]:
+        return lambda: OfflineToOnlineReplayBuffer(name, online_capacity=3, **options)
+
+    fractions: list[Any] = [text, None, True, float("nan")]
+    sizes = ((0, too_small), (-2, too_small), (text, wrong_type))
+    steps: list[Any] = [(text, 3), (1, None), (float("nan"), 3)]
+    check_refusals(
+        [
+            (made().sample, ValueError, "batch_size must be provided"),
+            (by_name("d4rl:x"), ValueError, "batch_size must be provided when offline_dataset is a string"),
+            (by_name("nobody:x", batch_size=4), ValueError, "Unknown dataset source 'nobody'"),
+            (lambda: made(transform=Looking()), ValueError, "Looking reads other steps"),
+            (lambda: prefill_replay_buffer(rb, rb, n_samples=text), TypeError, "must be a number, got 'x'"),
+            (lambda: prefill_replay_buffer(rb, "d4rl:x"), KeyError, "Env x not found"),
+            (lambda: prefill_replay_buffer(rb, rb, chunk_size=0), ValueError, "chunk_size=0"),
+            *(
+                (partial(made, fraction=one), TypeError, "offline_fraction must be a num")
+                for one in fractions
+            ),
+            *((partial(made, batch_size=size), kind, "batch_size must be") for size, kind in sizes),
+            *((partial(made().sample, size), kind, "batch_size must be") for size, kind in sizes),
+            *((partial(made().anneal, *pair), TypeError, "must be a number") for pair in steps),
+        ]
+    )
+
+
+def test_data_sets_that_do_not_fit_are_refused() -> None:
     rb = made()
     rb.extend(rows(10, 1.0).rename_key_("x", "y"))
-    with pytest.raises(
-        SchemaError, match=r"only the data set has the fields \['x'\].*only the online buffer \['y'\]"
-    ):
+    with pytest.raises(SchemaError, match=r"only the data set has .*\['x'\].*only the online buffer \['y'\]"):
         rb.sample(4)
-
-    class Looking(StepTransform):
-        def look(self, view: Any) -> None:
-            """Look at nothing."""
-
-        def apply(self, batch: Any, seen: None) -> Any:
-            return batch
-
-    with pytest.raises(ValueError, match="Looking reads other steps"):
-        made(transform=Looking())
+    lanes = ReplayBuffer(storage=LazyTensorStorage(100, ndim=2))
+    lanes.extend(rows(10, 0.0).reshape(2, 5))
+    with pytest.raises(ValueError, match="several dims"):
+        prefill_replay_buffer(ReplayBuffer(storage=LazyTensorStorage(100)), lanes)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("dataset", [None, 3, TensorDict({"x": torch.zeros(3)}, [3]), [], ReplayBuffer])
 def test_objects_other_than_buffers_are_refused(dataset: Any) -> None:
-    with pytest.raises(TypeError, match=r"offline_dataset must be a buffer.*with extend\(\)"):
-        OfflineToOnlineReplayBuffer(dataset, online_capacity=10)
     rb = ReplayBuffer(storage=LazyTensorStorage(100))
-    with pytest.raises(TypeError, match="dataset must be a buffer"):
-        prefill_replay_buffer(rb, dataset)
-    with pytest.raises(TypeError, match="rb must be a buffer"):
-        prefill_replay_buffer(dataset, rb)
-
-
-def test_invalid_numbers_are_refused() -> None:
-    for fraction in ("x", None, True, float("nan")):
-        with pytest.raises(TypeError, match=f"offline_fraction must be a number, got {fraction!r}"):
-            made(fraction=fraction)  # type: ignore[arg-type]
-    for size, error in ((0, ValueError), (-2, ValueError), ("x", TypeError)):
-        with pytest.raises(error, match="batch_size must be"):
-            made(batch_size=size)
-        with pytest.raises(error, match="batch_size must be"):
-            made().sample(size)
-    for step, total in (("x", 3), (1, None), (float("nan"), 3)):
-        with pytest.raises(TypeError, match="must be a number"):
-            made().anneal(step, total)
-    rb = ReplayBuffer(storage=LazyTensorStorage(100))
-    with pytest.raises(TypeError, match="n_samples must be a number, got 'x'"):
-        prefill_replay_buffer(rb, rb, n_samples="x")  # type: ignore[arg-type]
+    check_refusals(
+        [
+            (
+                lambda: OfflineToOnlineReplayBuffer(dataset, online_capacity=10),
+                TypeError,
+                r"offline_dataset must be a buffer.*with extend\(\)",
+            ),
+            (lambda: prefill_replay_buffer(rb, dataset), TypeError, "dataset must be a buffer"),
+            (lambda: prefill_replay_buffer(dataset, rb), TypeError, "rb must be a buffer"),
+        ]
+    )
 
 
 # -- copying ------------------------------------------------------------------------------------------
@@ -228,18 +243,6 @@ def test_rows_of_torchrls_buffers_are_copied() -> None:
     dataset.extend(rows(12, 0.0))
     rb = prefill_replay_buffer(ReplayBuffer(storage=LazyTensorStorage(100)), dataset, chunk_size=5)
     assert rb[:]["n"].tolist() == list(range(12))
-
-
-def test_unsuitable_data_sets_are_refused() -> None:
-    rb = ReplayBuffer(storage=LazyTensorStorage(100))
-    with pytest.raises(KeyError, match="Env x not found"):
-        prefill_replay_buffer(rb, "d4rl:x")
-    with pytest.raises(ValueError, match="chunk_size=0"):
-        prefill_replay_buffer(rb, rb, chunk_size=0)
-    lanes = ReplayBuffer(storage=LazyTensorStorage(100, ndim=2))
-    lanes.extend(rows(10, 0.0).reshape(2, 5))
-    with pytest.raises(ValueError, match="several dims"):
-        prefill_replay_buffer(rb, lanes)
 
 
 def test_a_data_set_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

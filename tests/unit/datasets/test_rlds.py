@@ -6,7 +6,7 @@ import io
 import json
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from expstore import NotFoundError, SchemaError, StorageError
 from expstore.datasets import RLDSReader, import_dataset
 from expstore.datasets.kinds import rlds
 from expstore.datasets.tfrecord import parse_example, read_records
+from tests.support.refusals import check_refusals
 
 # -- a writer --------------------------------------------------------------------------------------------
 
@@ -465,45 +466,49 @@ def test_records_that_do_not_fit_the_features(tmp_path: Path) -> None:
 
 
 def test_unsuitable_folders_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError, match=r"there is no folder .*none"):
-        RLDSReader(tmp_path / "none")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(NotFoundError, match=r"no file .*features\.json"):
-        RLDSReader(tmp_path / "empty")
     source = small(tmp_path / "my_env/1.0.0")
-    with pytest.raises(NotFoundError, match=r"pass the folder of a version: 1\.0\.0"):
-        RLDSReader(source.parent)
     info = json.loads((source / "dataset_info.json").read_text())
 
-    def with_info(**changed: Any) -> RLDSReader:
-        (source / "dataset_info.json").write_text(json.dumps({**info, **changed}))
-        return RLDSReader(source)
+    def with_info(**changed: Any) -> Callable[[], object]:
+        def read() -> object:
+            (source / "dataset_info.json").write_text(json.dumps({**info, **changed}))
+            return RLDSReader(source)
 
-    with pytest.raises(SchemaError, match="'riegeli' cannot be read"):
-        with_info(fileFormat="riegeli")
-    with pytest.raises(SchemaError, match="splits and their shards are not listed"):
-        with_info(splits=[{"name": "train"}])
+        return read
+
+    def with_features(features: Mapping[str, Any]) -> Callable[[], object]:
+        def read() -> object:
+            (source / "dataset_info.json").write_text(json.dumps(info))
+            (source / "features.json").write_text(json.dumps(features))
+            return RLDSReader(source)
+
+        return read
+
+    def with_step(**step: Any) -> Callable[[], object]:
+        return with_features(group(steps=steps_of(group(**step))))
+
     outside = {"name": "train", "shardLengths": ["1"], "filepathTemplate": "../{DATASET}"}
-    with pytest.raises(SchemaError, match="is not the name of a file"):
-        with_info(splits=[outside])
-    with pytest.raises(NotFoundError, match="my_env-test"):
-        with_info(splits=[{"name": "test", "shardLengths": ["1"]}])
+    gone = {"name": "test", "shardLengths": ["1"]}
+    check_refusals(
+        [
+            (lambda: RLDSReader(tmp_path / "none"), NotFoundError, r"there is no folder .*none"),
+            (lambda: RLDSReader(tmp_path / "empty"), NotFoundError, r"no file .*features\.json"),
+            (lambda: RLDSReader(source.parent), NotFoundError, r"the folder of a version: 1\.0\.0"),
+            (with_info(fileFormat="riegeli"), SchemaError, "'riegeli' cannot be read"),
+            (with_info(splits=[{"name": "train"}]), SchemaError, "splits and their shards are not listed"),
+            (with_info(splits=[outside]), SchemaError, "is not the name of a file"),
+            (with_info(splits=[gone]), NotFoundError, "my_env-test"),
+            (with_step(observation=tensor("float32", 3)), SchemaError, "no feature 'steps/action'"),
+            (with_step(**STEP, x=tensor("bfloat16")), SchemaError, "'steps.x' has the type 'bfloat16'"),
+            (
+                with_step(**STEP, x=tensor("float32", -1, 3)),
+                SchemaError,
+                r"'steps.x' has the shape \[-1, 3\]",
+            ),
+            (with_features(group(image=IMAGE)), SchemaError, "does not describe episodes"),
+        ]
+    )
     (source / "dataset_info.json").write_text("no JSON")
     with pytest.raises(SchemaError, match="is not JSON"):
-        RLDSReader(source)
-    small(source)
-
-    def with_step(**step: Any) -> RLDSReader:
-        features = group(steps=steps_of(group(**step)))
-        (source / "features.json").write_text(json.dumps(features))
-        return RLDSReader(source)
-
-    with pytest.raises(SchemaError, match="no feature 'steps/action'"):
-        with_step(observation=tensor("float32", 3))
-    with pytest.raises(SchemaError, match="'steps.x' has the type 'bfloat16'"):
-        with_step(**STEP, x=tensor("bfloat16"))
-    with pytest.raises(SchemaError, match=r"'steps.x' has the shape \[-1, 3\]"):
-        with_step(**STEP, x=tensor("float32", -1, 3))
-    (source / "features.json").write_text(json.dumps(group(image=IMAGE)))
-    with pytest.raises(SchemaError, match="does not describe episodes"):
         RLDSReader(source)

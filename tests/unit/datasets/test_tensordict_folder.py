@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from expstore import NotFoundError, SchemaError, StorageError
 from expstore.datasets import TensorDictReader
 from expstore.datasets.kinds import tensordict_folder
 from tests.support.imported_stores import import_rows
+from tests.support.refusals import check_refusals
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of importing torchrl's collectors
@@ -94,40 +96,40 @@ def test_interleaved_trajectories(tmp_path: Path) -> None:
     assert episodes == [(10, "cut"), (10, "cut")]
 
 
-def test_bad_folders_leave_nothing(tmp_path: Path) -> None:
-    data = rows(0, 12)
-    data.memmap(tmp_path / "td")
-    file, about = tmp_path / "td/observation.memmap", tmp_path / "td/meta.json"
-    good = file.read_bytes()
-    file.write_bytes(good[:-1])
-    with pytest.raises(StorageError, match=r"observation.memmap has 143 bytes; \[12, 3\] float32 needs 144"):
-        TensorDictReader(tmp_path / "td")
-    file.unlink()
-    with pytest.raises(NotFoundError, match="there is no file"):
-        TensorDictReader(tmp_path / "td")
-    file.write_bytes(good)
-    said = json.loads(about.read_text())
-    for change, text in (
-        ({"dtype": "torch.bfloat16"}, "'observation' is torch.bfloat16"),
-        ({"shape": [6, 6]}, "different lengths"),
-        ({"shape": [-1, 1]}, r"has the invalid shape \[-1, 1\]"),
-        ({"shape": "x"}, "has the invalid shape 'x'"),
-    ):
-        about.write_text(json.dumps({**said, "observation": {**said["observation"], **change}}))
-        with pytest.raises(SchemaError, match=text):
-            TensorDictReader(tmp_path / "td")
-    huge = {**said["observation"], "shape": [2**40, 2**40]}  # the product overflows 64 bits
-    about.write_text(json.dumps({**said, "observation": huge}))
-    with pytest.raises(StorageError, match=f"float32 needs {2**82}"):
-        TensorDictReader(tmp_path / "td")
-    about.write_text(json.dumps({**said, "../../x": said["observation"]}))
-    with pytest.raises(SchemaError, match="which is not a valid field name"):
-        TensorDictReader(tmp_path / "td")
-    about.write_text("{")
-    with pytest.raises(SchemaError, match="is neither a memory-map folder"):
-        TensorDictReader(tmp_path / "td")
-    with pytest.raises(NotFoundError, match="there is no folder"):
-        TensorDictReader(tmp_path / "nothing")
+def test_bad_folders_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "td"
+    rows(0, 12).memmap(folder)
+    file, about = folder / "observation.memmap", folder / "meta.json"
+    good, said = file.read_bytes(), json.loads(about.read_text())
+
+    def load(data: bytes | None = good, text: str = "", **changed: Any) -> Callable[[], object]:
+        def act() -> object:
+            file.unlink(missing_ok=True)
+            if data is not None:
+                file.write_bytes(data)
+            field = {"observation": {**said["observation"], **changed}}
+            about.write_text(text or json.dumps({**said, **field}))
+            return TensorDictReader(folder)
+
+        return act
+
+    size = r"observation.memmap has 143 bytes; \[12, 3\] float32 needs 144"
+    strange = json.dumps({**said, "../../x": said["observation"]})
+    check_refusals(
+        [
+            (load(good[:-1]), StorageError, size),
+            (load(None), NotFoundError, "there is no file"),
+            (load(dtype="torch.bfloat16"), SchemaError, "'observation' is torch.bfloat16"),
+            (load(shape=[6, 6]), SchemaError, "different lengths"),
+            (load(shape=[-1, 1]), SchemaError, r"has the invalid shape \[-1, 1\]"),
+            (load(shape="x"), SchemaError, "has the invalid shape 'x'"),
+            # The product overflows 64 bits.
+            (load(shape=[2**40, 2**40]), StorageError, f"float32 needs {2**82}"),
+            (load(text=strange), SchemaError, "which is not a valid field name"),
+            (load(text="{"), SchemaError, "is neither a memory-map folder"),
+            (lambda: TensorDictReader(tmp_path / "nothing"), NotFoundError, "there is no folder"),
+        ]
+    )
 
 
 @pytest.mark.parametrize("cursor", [99, -1, "x", 2.5])

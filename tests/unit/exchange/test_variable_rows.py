@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -369,54 +370,32 @@ def test_types_without_a_parquet_form_are_refused_by_name(tmp_path: Path) -> Non
 # -- files of others ------------------------------------------------------------------------------------
 
 COUNT = 40
+
+
+def column(value: Callable[[int], Any], kind: pa.DataType | None = None) -> pa.Array:
+    return pa.array([value(n) for n in range(COUNT)], kind)
+
+
+ANY_LENGTH, HOLES = "has lists of any length", "has rows without a value"
+PAIRS, RAGGED = pa.list_(pa.list_(pa.float32())), pa.list_(pa.list_(pa.int64()))
 #: Columns of others: what they are, the field that they become, and why it is noted.
 FOREIGN: dict[str, tuple[pa.Array, str, str]] = {
-    "text": (pa.array([f"t{n}" for n in range(COUNT)]), "string", ""),
-    "view": (pa.array([f"t{n}" for n in range(COUNT)], pa.string_view()), "string", ""),
-    "word": (pa.array(["a", None] * (COUNT // 2)).dictionary_encode(), "string", ""),
-    "words": (
-        pa.array([["a", "b"][: n % 3] for n in range(COUNT)], pa.list_(pa.large_string())),
-        "list<large_string>",
-        "",
-    ),
-    "tokens": (
-        pa.array([list(range(n % 4)) for n in range(COUNT)], pa.list_(pa.int32())),
-        "int32[?]",
-        "has lists of any length",
-    ),
-    "pairs": (
-        pa.array([[[1.0, 2.0]] * (n % 3) for n in range(COUNT)], pa.list_(pa.list_(pa.float32()))),
-        "float32[?, 2]",
-        "has lists of any length",
-    ),
-    "ragged": (
-        pa.array([[[1] * (n % 2)] * (n % 3) for n in range(COUNT)], pa.list_(pa.list_(pa.int64()))),
-        "list<list<int64>>",
-        "",
-    ),
-    "holes": (
-        pa.array([[n, None][: 1 + n % 2] for n in range(COUNT)], pa.list_(pa.int16())),
-        "list<int16>",
-        "has rows without a value",
-    ),
-    "score": (
-        pa.array([None if n == COUNT - 1 else n / 2 for n in range(COUNT)]),
-        "float64",
-        "has rows without a value",
-    ),
+    "text": (column(lambda n: f"t{n}"), "string", ""),
+    "view": (column(lambda n: f"t{n}", pa.string_view()), "string", ""),
+    "word": (column(lambda n: "a" if n % 2 == 0 else None).dictionary_encode(), "string", ""),
+    "words": (column(lambda n: ["a", "b"][: n % 3], pa.list_(pa.large_string())), "list<large_string>", ""),
+    "tokens": (column(lambda n: list(range(n % 4)), pa.list_(pa.int32())), "int32[?]", ANY_LENGTH),
+    "pairs": (column(lambda n: [[1.0, 2.0]] * (n % 3), PAIRS), "float32[?, 2]", ANY_LENGTH),
+    "ragged": (column(lambda n: [[1] * (n % 2)] * (n % 3), RAGGED), "list<list<int64>>", ""),
+    "holes": (column(lambda n: [n, None][: 1 + n % 2], pa.list_(pa.int16())), "list<int16>", HOLES),
+    "score": (column(lambda n: None if n == COUNT - 1 else n / 2), "float64", HOLES),
     "facts": (
-        pa.array([None if n == 7 else {"a": n, "b": "x"} for n in range(COUNT)]),
-        "struct<a: int64, b: string>",
-        "has rows without a value",
+        column(lambda n: None if n == 7 else {"a": n, "b": "x"}), "struct<a: int64, b: string>", HOLES
     ),
-    "map": (
-        pa.array([[("k", n)] for n in range(COUNT)], pa.map_(pa.string(), pa.int64())),
-        "map<string, int64>",
-        "",
-    ),
-    "vector": (pa.array([[float(n), 1.0] for n in range(COUNT)]), "float64[2]", ""),
-    "number": (pa.array(range(COUNT)), "int64[]", ""),
-}
+    "map": (column(lambda n: [("k", n)], pa.map_(pa.string(), pa.int64())), "map<string, int64>", ""),
+    "vector": (column(lambda n: [float(n), 1.0]), "float64[2]", ""),
+    "number": (column(lambda n: n), "int64[]", ""),
+}  # fmt: skip
 
 
 def table_of(names: list[str]) -> pa.Table:
