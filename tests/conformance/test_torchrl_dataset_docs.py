@@ -20,10 +20,11 @@ import pytest
 import torch
 
 import expstore
+from expstore import NotFoundError
 from expstore.datasets.d4rl_files import d4rl_files
-from expstore.errors import NotFoundError
+from tests.support.minari_sets import create_minari
 from tests.support.public_addresses import serving_public_addresses
-from tests.unit.datasets import test_gen_dgrl, test_minari, test_openml, test_openx, test_roboset, test_vd4rl
+from tests.unit.datasets import test_gen_dgrl, test_openml, test_openx, test_roboset, test_vd4rl
 from tests.unit.datasets.test_d4rl import arrays
 from tests.unit.datasets.test_d4rl import write as write_d4rl
 
@@ -55,7 +56,7 @@ def run_samples(name: str, change: Callable[[str], str] = str) -> dict[str, Any]
     names: dict[str, Any] = {"__name__": "example", "torchrl_logger": module.__dict__.get("torchrl_logger")}
     replaced = 0
     for example in examples:
-        source, count = IMPORT.subn(r"from expstore.datasets import \1", example.source)
+        source, count = IMPORT.subn(r"from expstore import \1", example.source)
         replaced += count
         exec(compile(change(source), name, "single"), names)
     assert replaced
@@ -90,8 +91,8 @@ def test_the_class_of_openml(public: Path, name: str) -> None:
     source = public.parent / f"{name}.csv"
     test_openml.table(name).to_csv(source, index=False)
     with pytest.raises(NotFoundError):  # the server does not have it
-        expstore.datasets.OpenMLExperienceReplay(name, 32)
-    data = expstore.datasets.OpenMLExperienceReplay(name, 32, source=source)
+        expstore.OpenMLExperienceReplay(name, 32)
+    data = expstore.OpenMLExperienceReplay(name, 32, source=source)
     for batch in data:
         assert batch["X"].shape[0] == batch["y"].shape[0] == 32
         assert batch["y"].max() <= data.max_outcome_val
@@ -107,9 +108,7 @@ def test_the_sample_of_openx(public: Path, capsys: pytest.CaptureFixture[str]) -
         """Data sets are stores: what is streamed there, which has no batch size, is fetched and read."""
         if "streaming=True" in source:
             with pytest.raises(ValueError, match="kept as stores"):
-                expstore.datasets.OpenXExperienceReplay(
-                    "cmu_stretch", num_slices=2, download=False, streaming=True
-                )
+                expstore.OpenXExperienceReplay("cmu_stretch", num_slices=2, download=False, streaming=True)
             return source.replace("download=False, streaming=True", "batch_size=70")
         return source
 
@@ -146,7 +145,7 @@ def test_the_sample_of_vd4rl(public: Path) -> None:
 
 def test_the_sample_of_minari(public: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (public / "farama-minari").mkdir(parents=True)
-    test_minari.create(tmp_path / "own", monkeypatch).rename(public / "farama-minari" / "door-human-v1")
+    create_minari(monkeypatch, tmp_path / "own").rename(public / "farama-minari" / "door-human-v1")
     sample = run_samples("Minari")["sample"]
     assert sample["observation", "pos"].shape == (32, 2)
     assert sample["next", "done"].shape == (32, 1)

@@ -71,38 +71,15 @@ def _forge(data: bytes, rng: random.Random) -> bytes:
     return data[:at] + struct.pack(form, number) + data[at + size :]
 
 
+#: Flips and forged integers are twice as likely.
 _ACTS: tuple[Callable[[bytes, random.Random], bytes], ...] = (
-    _flip,
-    _flip,
-    _cut,
-    _splice,
-    _noise,
-    _forge,
-    _forge,
-)
+    _flip, _flip, _cut, _splice, _noise, _forge, _forge,
+)  # fmt: skip
 
 
 def _values(rng: random.Random) -> Any:
-    return rng.choice(
-        (
-            *NUMBERS,
-            0.5,
-            1e308,
-            "",
-            "x",
-            "../../canary",
-            "\0",
-            "9" * 5000,
-            None,
-            True,
-            [],
-            {},
-            [[1]],
-            [0],
-            {"a": {}},
-            DEEP,
-        )
-    )
+    texts = ("", "x", "../../canary", "\0", "9" * 5000, DEEP)
+    return rng.choice((*NUMBERS, 0.5, 1e308, *texts, None, True, [], {}, [[1]], [0], {"a": {}}))
 
 
 def forge_json(value: Any, rng: random.Random) -> Any:

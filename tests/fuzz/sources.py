@@ -545,9 +545,9 @@ def _make_tensordict(folder: Path) -> None:
 
 
 def _make_minari(folder: Path) -> None:
-    from tests.unit.datasets.test_minari_folder import plain
+    from tests.support.minari_sets import write_old_minari
 
-    plain(folder / "a")
+    write_old_minari(folder / "a")
     tables = folder / "b" / "data"
     tables.mkdir(parents=True)
     about = json.loads((folder / "a/data/metadata.json").read_text())

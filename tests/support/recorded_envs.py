@@ -33,7 +33,8 @@ class Counting(gym.Env[Any, Any]):
     """Its observations tell lane, episode and step; episodes end by turns terminated and truncated.
 
     Args:
-        lane: Number of the lane, which decides the length of its episodes.
+        lane: Number of the lane.
+        length: Length of its episodes; None for that of the lane in `LENGTHS`.
         is_nested: Whether observations and actions are dicts.
         reuses: Whether the arrays that it returns change in the next step.
         render_mode: As gymnasium's.
@@ -45,11 +46,13 @@ class Counting(gym.Env[Any, Any]):
         self,
         lane: int = 0,
         *,
+        length: int | None = None,
         is_nested: bool = False,
         reuses: bool = False,
         render_mode: str | None = None,
     ) -> None:
-        self.lane, self.length, self.is_nested, self.render_mode = lane, LENGTHS[lane], is_nested, render_mode
+        self.lane, self.is_nested, self.render_mode = lane, is_nested, render_mode
+        self.length = LENGTHS[lane] if length is None else length
         self._reuses = reuses
         self.episode = self.at = 0
         self._position = np.zeros(2, np.float32)

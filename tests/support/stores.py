@@ -5,6 +5,7 @@
 - `extend_all`: append several batches to a buffer.
 - `prepare`: give a storage its schema.
 - `window_ids`: the ids of the rows that a storage holds.
+- `read_columns`: all rows that a storage holds, by field.
 - `read_files`: the bytes of every file of a folder.
 - `NoKeeper`: replaces the thread that writes checkpoints in the background.
 - `NoIndex`: replaces the index.
@@ -104,6 +105,12 @@ def prepare(storage: Any, schema: Schema) -> Any:
 def window_ids(storage: Any) -> np.ndarray:
     """Return the ids of the rows that a storage holds."""
     return np.arange(storage.window.low + 1, storage.window.last + 1)
+
+
+def read_columns(storage: Any) -> dict[str, np.ndarray]:
+    """Return all rows that a storage holds, the oldest first, by field; with those of the store itself."""
+    names = [*map(".".join, storage.schema.keys), "id", "episode", "step", "time", "priority"]
+    return dict(zip(names, storage.read(storage.window.ids(), range(len(names))), strict=True))
 
 
 def read_files(folder: Path, *skipped: str) -> dict[str, bytes]:

@@ -105,21 +105,6 @@ def test_a_version_that_does_not_fit_is_refused_before_anything_is_fetched(cache
     assert not any(act == "get" and key.startswith("parts/") for act, key in cached.requests)
 
 
-@pytest.mark.guarantee("version/pushes")
-def test_leftovers_of_killed_processes_are_removed(cached: WatchedStorage) -> None:
-    expstore.open(cached, mode="r", version=1).close()
-    (tree,) = (path for path in (cached.cache / "versions").iterdir() if path.is_dir())
-    half = tree.with_name("0" * 64 + ".tmp")
-    (half / "columns").mkdir(parents=True)
-    (half / "columns" / "a").write_bytes(b"torn")
-    (cached.cache / "files" / ("1" * 64 + ".tmp")).write_bytes(b"torn")
-    (cached.cache / "files" / ("2" * 64)).write_bytes(b"of a version that was never complete")
-    with expstore.open(cached, mode="r", version=2) as rb:
-        assert len(rb) == 60
-    assert not half.exists()
-    assert not [path for path in (cached.cache / "files").iterdir() if path.stat().st_nlink == 1]
-
-
 def test_many_threads_open_at_once_and_fetch_once(cached: WatchedStorage) -> None:
     start = threading.Barrier(6)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import threading
 from collections.abc import Callable
@@ -21,7 +22,7 @@ import expstore
 from expstore import cold
 from expstore.cold import upload, version_list
 from expstore.cold.parts import LocalPart, read_part
-from expstore.cold.version_list import LIST, Manifest, VersionList, manifest_key, part_key
+from expstore.cold.version_list import LIST, Manifest, RemoteVersion, VersionList, manifest_key, part_key
 from expstore.disk.files import Disk
 from expstore.errors import (
     ArgumentError,
@@ -192,6 +193,7 @@ def test_zeros_are_not_sent(tmp_path: Path, storage: WatchedStorage) -> None:
         assert reader[:]["a"].eq(1).all()
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("size", [0, 1, 1 << 16, (1 << 16) + 1, 300_000, 20 << 20])
 def test_a_file_comes_back_with_its_holes(size: int, tmp_path: Path, storage: WatchedStorage) -> None:
     from expstore.cold.parts import fetch_file
@@ -254,40 +256,34 @@ def test_what_cannot_be_pushed_is_refused(tmp_path: Path, rb: Buffer, storage: W
     assert cold.versions(storage) == []
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "s3://key:secret@bucket/run",
-        "s3://key@bucket/run",
-        "s3://bucket/run?secret=1",
-        "s3://bucket/run#secret",
-        "s3://key:a/secret@bucket/run",
-        "s3://key:a#b?secret@bucket/run",
-        "https://key:secret@minio:9000/bucket/run",
-        "https://bucket.minio/run?secret=1",
-        "s3a://key:secret@bucket",
-    ],
-)
-def test_credentials_in_a_url_are_refused_and_not_repeated(url: str) -> None:
-    said = "contains credentials or options|is a URL, not a path"
-    for act in (
+#: Addresses with a user name, a password or options.
+SECRETS = (
+    "s3://key:secret@bucket/run", "s3://key@bucket/run", "s3://bucket/run?secret=1", "s3://bucket/run#secret",
+    "s3://key:a/secret@bucket/run", "s3://key:a#b?secret@bucket/run", "https://bucket.minio/run?secret=1",
+    "https://key:secret@minio:9000/bucket/run", "s3a://key:secret@bucket",
+)  # fmt: skip
+
+
+def test_credentials_in_a_url_are_refused_and_not_repeated() -> None:
+    acts: list[Callable[[str], object]] = [
         cold.versions,
         expstore.open,
         lambda url: expstore.open(url, mode="r"),
         lambda url: cold.pull(url, "x"),
-    ):
-        with pytest.raises(StateError, match=said) as caught:
+    ]
+    for url, act in itertools.product(SECRETS, acts):
+        with pytest.raises(
+            StateError, match="contains credentials or options|is a URL, not a path"
+        ) as caught:
             act(url)
         assert "secret" not in caught.value.message
         assert "key" not in caught.value.message
 
 
-@pytest.mark.parametrize(
-    "url", ["s3://", "s3:///run", "s3://a/../b", "s3://bucket//run", "gs://bucket/run", "run"]
-)
-def test_other_urls_are_refused(url: str) -> None:
-    with pytest.raises(StateError, match="is not the address of an object storage"):
-        cold.versions(url)
+def test_other_urls_are_refused() -> None:
+    for url in ("s3://", "s3:///run", "s3://a/../b", "s3://bucket//run", "gs://bucket/run", "run"):
+        with pytest.raises(StateError, match="is not the address of an object storage"):
+            cold.versions(url)
 
 
 def test_settings_are_checked(tmp_path: Path) -> None:
@@ -351,8 +347,6 @@ def test_damaged_lists_are_named(tmp_path: Path, rb: Buffer, storage: WatchedSto
 def test_a_list_of_a_newer_version_is_refused(
     storage: WatchedStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from expstore.cold import version_list
-
     with monkeypatch.context() as patch:
         patch.setattr(version_list, "_FORMAT", 2)
         assert VersionList().commit(storage.connect(), None)
@@ -360,43 +354,35 @@ def test_a_list_of_a_newer_version_is_refused(
         cold.versions(storage)
 
 
-@pytest.mark.parametrize("path", ["../out", "/tmp/out", "a/../../out", "a\\b", "", "a\0b"])
-def test_files_outside_the_version_are_refused(path: str, storage: WatchedStorage) -> None:
-    content = {"format": 1, "files": {path: ["", 0, None]}, "folders": []}
-    _refuse_manifest(storage, content)
-    _refuse_manifest(storage, {"format": 1, "files": {}, "folders": [path]})
+_PART = "0" * 22 + "/" + "0" * 64
+FORGED_FILES: list[list[Any]] = [
+    ["", 5, None],
+    [_PART, 0, None],
+    ["../" + "0" * 64, 5, None],
+    [_PART, 5, [[3, 9]]],
+    [_PART, 9, [[3, 5], [4, 6]]],
+    [_PART, 9, [[3, 3]]],
+    [_PART, -9, None],
+    [_PART],
+]
 
 
-@pytest.mark.parametrize(
-    "file",
-    [
-        ["", 5, None],
-        ["0" * 22 + "/" + "0" * 64, 0, None],
-        ["../" + "0" * 64, 5, None],
-        ["0" * 22 + "/" + "0" * 64, 5, [[3, 9]]],
-        ["0" * 22 + "/" + "0" * 64, 9, [[3, 5], [4, 6]]],
-        ["0" * 22 + "/" + "0" * 64, 9, [[3, 3]]],
-        ["0" * 22 + "/" + "0" * 64, -9, None],
-        ["0" * 22 + "/" + "0" * 64],
-    ],
-)
-def test_impossible_files_are_refused(file: list[Any], storage: WatchedStorage) -> None:
-    _refuse_manifest(storage, {"format": 1, "files": {"a": file}, "folders": []})
-
-
-def _refuse_manifest(storage: WatchedStorage, content: dict[str, Any]) -> None:
-    import hashlib
-
-    from expstore.cold.version_list import RemoteVersion, _seal
-
-    data = _seal(json.loads(json.dumps(content)))
-    version = RemoteVersion(
-        number=1, tag=None, time=0, rows=0, episodes=0, files=1, bytes=0, new_parts=0, new_bytes=0, store="",
-        push="0" * 22, source="", manifest=hashlib.sha256(data).hexdigest(),
-    )  # fmt: skip
-    obstore.put(storage.where, manifest_key(version), data)
-    with pytest.raises(CorruptionError, match="is damaged"):
-        Manifest.load(storage.connect(), version)
+def test_forged_lists_of_files_are_refused(storage: WatchedStorage) -> None:
+    """Files outside of the version, and files that cannot be."""
+    outside = ("../out", "/tmp/out", "a/../../out", "a\\b", "", "a\0b")
+    for files, folders in (
+        *(({path: ["", 0, None]}, []) for path in outside),
+        *(({}, [path]) for path in outside),
+        *(({"a": file}, []) for file in FORGED_FILES),
+    ):
+        data = version_list._seal({"format": 1, "files": files, "folders": folders})
+        version = RemoteVersion(
+            number=1, tag=None, time=0, rows=0, episodes=0, files=1, bytes=0, new_parts=0, new_bytes=0,
+            store="", push="0" * 22, source="", manifest=hashlib.sha256(data).hexdigest(),
+        )  # fmt: skip
+        obstore.put(storage.where, manifest_key(version), data)
+        with pytest.raises(CorruptionError, match="is damaged"):
+            Manifest.load(storage.connect(), version)
 
 
 # -- pruning -----------------------------------------------------------------------------------------
@@ -553,21 +539,20 @@ def _seal_list(storage: WatchedStorage, content: dict[str, Any]) -> None:
     storage.connect()._store.put(LIST, version_list._seal(content))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"number": 0.5}, {"number": -1}, {"rows": "x"}, {"push": "../.."}, {"manifest": "a b"}, {"tag": [1]},
-        {"time": None}, {"more": 1},
-    ],
-)  # fmt: skip
-def test_forged_lists(rb: Buffer, storage: WatchedStorage, change: dict[str, Any], tmp_path: Path) -> None:
+def test_forged_lists(rb: Buffer, storage: WatchedStorage, tmp_path: Path) -> None:
     """A list with a matching checksum and wrong values is damage, not another error."""
     cold.push(rb, storage)
     content = json.loads(VersionList.load(storage.connect())[0].pack())
-    content["versions"][0] |= change
-    _seal_list(storage, content)
-    with pytest.raises(CorruptionError, match="is damaged"):
-        cold.pull(storage, tmp_path / "a.exp")
+    good = dict(content["versions"][0])
+    changes: list[dict[str, Any]] = [
+        {"number": 0.5}, {"number": -1}, {"rows": "x"}, {"push": "../.."}, {"manifest": "a b"}, {"tag": [1]},
+        {"time": None}, {"more": 1},
+    ]  # fmt: skip
+    for change in changes:
+        content["versions"][0] = good | change
+        _seal_list(storage, content)
+        with pytest.raises(CorruptionError, match="is damaged"):
+            cold.pull(storage, tmp_path / "a.exp")
 
 
 def test_a_version_of_a_thousand_folders(rb: Buffer, storage: WatchedStorage, tmp_path: Path) -> None:

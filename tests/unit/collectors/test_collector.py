@@ -9,7 +9,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from expstore import Collector
 from expstore.collectors.policies import ModulePolicy, load_policy, weights_of
 from expstore.errors import NotFoundError, SchemaError, StateError, StorageError
 from tests.support.paths import ROOT
+from tests.support.refusals import check_refusals
 from tests.support.waits import wait_until
 
 WAIT = 60.0
@@ -481,39 +482,28 @@ def test_policies_are_found_by_name() -> None:
         collector.collect(3)
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("choose_two", "write it as module:function"),
-        ("no_such_module:f", "there is no module 'no_such_module'"),
-        (f"{__name__}:choose_three", "has no 'choose_three'"),
-    ],
-)
-def test_names_of_policies_that_do_not_exist(name: str, text: str) -> None:
-    with pytest.raises(NotFoundError, match=text):
-        Collector(Numbered, name, expstore.ReplayBuffer())
+def test_wrong_arguments_make_no_store(store_path: Path) -> None:
+    def make(env: Any, policy: Any, **keywords: Any) -> Callable[[], object]:
+        return lambda: Collector(env, policy, store_path, **keywords)
 
-
-@pytest.mark.parametrize(
-    ("arguments", "keywords", "error", "text"),
-    [
-        ((Numbered, 3), {}, TypeError, "policy is 3"),
-        ((Numbered(), None), {"lanes": 2}, TypeError, "pass a function that returns a new environment"),
-        ((Numbered(), None), {"workers": 1}, TypeError, "pass a function that returns a new environment"),
-        (("NoSuch-v0", None), {}, NotFoundError, "NoSuch"),
-        ((Numbered, None), {"workers": -1}, ValueError, "workers is -1"),
-        ((Numbered, None), {"lanes": 0}, ValueError, "lanes is 0"),
-        ((Numbered, None), {"steps_per_lane": 0}, ValueError, "steps_per_lane is 0"),
-        ((Numbered, None), {"workers": 1, "steps_per_lane": 0}, ValueError, "steps_per_lane is 0"),
-        ((Numbered, None), {"hyperparameters": {"a": object()}}, SchemaError, "'a'"),
-    ],
-)
-def test_wrong_arguments_make_no_store(
-    store_path: Path, arguments: Any, keywords: Any, error: type[Exception], text: str
-) -> None:
-    with pytest.raises(error, match=text):
-        Collector(*arguments, store_path, **keywords)
-    assert not store_path.exists()
+    new = "pass a function that returns a new environment"
+    check_refusals(
+        [
+            (make(Numbered, "choose_two"), NotFoundError, "write it as module:function"),
+            (make(Numbered, "no_such_module:f"), NotFoundError, "there is no module 'no_such_module'"),
+            (make(Numbered, f"{__name__}:choose_three"), NotFoundError, "has no 'choose_three'"),
+            (make(Numbered, 3), TypeError, "policy is 3"),
+            (make(Numbered(), None, lanes=2), TypeError, new),
+            (make(Numbered(), None, workers=1), TypeError, new),
+            (make("NoSuch-v0", None), NotFoundError, "NoSuch"),
+            (make(Numbered, None, workers=-1), ValueError, "workers is -1"),
+            (make(Numbered, None, lanes=0), ValueError, "lanes is 0"),
+            (make(Numbered, None, steps_per_lane=0), ValueError, "steps_per_lane is 0"),
+            (make(Numbered, None, workers=1, steps_per_lane=0), ValueError, "steps_per_lane is 0"),
+            (make(Numbered, None, hyperparameters={"a": object()}), SchemaError, "'a'"),
+        ],
+        absent=store_path,
+    )
 
 
 @pytest.mark.slow

@@ -18,46 +18,10 @@ from tensordict import TensorDict
 import expstore
 from expstore.collectors.lanes import LaneCollector
 from expstore.errors import NotReadyError, SchemaError, StateError
+from tests.support.recorded_envs import LENGTHS, Counting
 
-LENGTHS = (1, 2, 3, 7)
 MODES = tuple(AutoresetMode)
 COMBINATIONS = list(itertools.product((SyncVectorEnv, AsyncVectorEnv), MODES))
-
-
-class Counting(gym.Env[Any, Any]):
-    """Its observation tells lane, episode and step; episodes end by turns terminated and truncated."""
-
-    def __init__(self, length: int, lane: int, nested: bool = False) -> None:
-        self.length, self.lane, self.nested = length, lane, nested
-        self.episode = self.step_number = 0
-        position = spaces.Box(-1e6, 1e6, (2,), np.float32)
-        counter = spaces.Box(0, 100, (), np.int16)
-        self.observation_space: spaces.Space[Any] = position
-        self.action_space: spaces.Space[Any] = spaces.Discrete(1000)
-        if nested:
-            self.observation_space = spaces.Dict(
-                {"pos": position, "parts": spaces.Tuple((counter, position))}
-            )
-            self.action_space = spaces.Dict({"move": spaces.Discrete(1000), "force": spaces.Box(-1, 1, (3,))})
-
-    def observe(self) -> Any:
-        place = self.lane * 100_000 + self.episode * 100 + self.step_number
-        position = np.array([place, -place], np.float32)
-        if self.nested:
-            return {"pos": position, "parts": (np.array(self.step_number, np.int16), position + 0.5)}
-        return position
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
-        super().reset(seed=seed)
-        self.step_number = 0
-        self.episode += 1
-        return self.observe(), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self.step_number += 1
-        end = self.step_number >= self.length
-        truncated = end and self.episode % 2 == 0
-        return self.observe(), float(self.step_number), end and not truncated, truncated, {}
 
 
 def make_envs(
@@ -67,7 +31,8 @@ def make_envs(
     nested: bool = False,
 ) -> Any:
     makers = [
-        lambda length=length, lane=lane: Counting(length, lane, nested) for lane, length in enumerate(lengths)
+        lambda length=length, lane=lane: Counting(lane, length=length, is_nested=nested)
+        for lane, length in enumerate(lengths)
     ]
     # Forked, whatever is the default: to spawn a worker takes seconds.
     forked = {"context": "fork"} if kind is AsyncVectorEnv else {}
@@ -131,8 +96,8 @@ def by_observation(observation: Any) -> Any:
 
 
 def nested_policy(observation: Any) -> Any:
-    force = torch.from_numpy(observation["pos"][:, :1]).repeat(1, 3) / 1e4
-    return {"move": by_observation(observation["pos"]), "force": force}
+    force = torch.from_numpy(observation["position"][:, :1]).repeat(1, 3) / 1e4
+    return {"move": by_observation(observation["position"]), "force": force}
 
 
 def leaves(batch: TensorDict) -> dict[Any, torch.Tensor]:
@@ -176,7 +141,11 @@ def test_every_autoreset_mode_stores_the_same_episodes(kind: Any, mode: Autorese
     reference = collected(make_envs(mode=AutoresetMode.DISABLED, nested=nested), policy)
     rb = collected(make_envs(kind, mode, nested=nested), policy)
     assert_same_episodes(reference, rb)
-    keys: list[Any] = [("observation", "pos"), ("observation", "parts", "0"), ("observation", "parts", "1")]
+    keys: list[Any] = [
+        ("observation", "position"),
+        ("observation", "parts", "0"),
+        ("observation", "parts", "1"),
+    ]
     for number, lane in enumerate(rb.lanes()):
         assert_linked(lane, keys if nested else ["observation"])
         for episode in list(split(lane))[:-1]:
@@ -290,7 +259,7 @@ def test_the_source_goes_to_extend() -> None:
 
 def test_a_single_environment_is_one_lane() -> None:
     rb = FakeBuffer()
-    env = Counting(3, lane=2)
+    env = Counting(2, length=3)
     with LaneCollector(env, constant_policy, rb, steps_per_lane=4) as collector:
         assert collector.collect(10) == 10
     (lane,) = rb.lanes()
@@ -313,7 +282,9 @@ def test_a_policy_may_work_on_its_observations_in_place() -> None:
 def test_an_environment_may_reuse_its_arrays() -> None:
     def reusing(mode: AutoresetMode) -> Any:
         return SyncVectorEnv(
-            [lambda i=i, n=n: Counting(n, i) for i, n in enumerate(LENGTHS)], autoreset_mode=mode, copy=False
+            [lambda i=i, n=n: Counting(i, length=n) for i, n in enumerate(LENGTHS)],
+            autoreset_mode=mode,
+            copy=False,
         )
 
     for mode in MODES:
@@ -368,6 +339,7 @@ class Interrupting:
         return by_observation(observation)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("at", [1, 3, 5, 6, 13])
 def test_ctrl_c_in_the_policy_loses_no_step(mode: AutoresetMode, at: int) -> None:
@@ -617,58 +589,10 @@ def test_wrong_arguments_are_refused() -> None:
 
 
 def test_a_space_without_a_fixed_shape_is_refused() -> None:
-    env = Counting(3, 0)
+    env = Counting()
     env.observation_space = spaces.Dict({"said": spaces.Text(10)})
     with pytest.raises(ValueError, match=r"space of 'observation\.said' is Text"):
         LaneCollector(env, None, FakeBuffer())
-
-
-def stored_episodes(rb: Any) -> list[tuple[Any, ...]]:
-    """Return the complete episodes of a store: per episode its rows and how it ended."""
-    rows = rb.sql(
-        """
-        SELECT e.episode_id, e.status, t._step, t.observation, t.action, t.next.observation,
-               t.next.reward, t.next.terminated, t.next.truncated
-        FROM transitions t JOIN episodes e ON t._episode = e.episode_id
-        WHERE e.status IN ('terminated', 'truncated')
-        ORDER BY e.episode_id, t._step
-        """
-    ).fetchall()
-    episodes = [
-        (status, tuple(tuple(map(plain, row[2:])) for row in group))
-        for (_, status), group in itertools.groupby(rows, key=lambda row: row[:2])
-    ]
-    return sorted(episodes)
-
-
-def plain(value: Any) -> Any:
-    return tuple(map(plain, value)) if isinstance(value, list | tuple) else value
-
-
-@pytest.mark.some(2)
-@pytest.mark.parametrize(("kind", "mode"), COMBINATIONS)
-def test_every_autoreset_mode_fills_a_store_alike(kind: Any, mode: AutoresetMode, tmp_path: Path) -> None:
-    rb = expstore.open(tmp_path / "run.exp", seed=0)
-    envs = make_envs(kind, mode)
-    with rb, LaneCollector(envs, by_observation, rb, steps_per_lane=5) as collector:
-        stored = collector.collect(150)
-        assert len(rb) == stored == rb.write_count
-        found = [e for e in stored_episodes(rb) if e[1][0][1][0] % 100_000 < 500]
-        stats = rb.sql(
-            "SELECT count(*), min(length), max(length) FROM episodes WHERE status <> 'open'"
-        ).fetchall()
-    envs.close()
-    assert len(found) == 4 * len(LENGTHS)
-    assert stats[0][1:] == (1, 7)
-    for status, rows in found:
-        first = int(rows[0][1][0])
-        lane, number = divmod(first, 100_000)
-        assert len(rows) == LENGTHS[lane]
-        assert status == ("truncated" if number // 100 % 2 == 0 else "terminated")
-        assert [row[0] for row in rows] == list(range(len(rows)))
-        assert [row[1][0] for row in rows] == list(range(first, first + len(rows)))
-        assert [row[3][0] for row in rows] == list(range(first + 1, first + len(rows) + 1))
-        assert [row[2] for row in rows] == [int(row[1][0]) % 1000 for row in rows]
 
 
 def test_a_nested_space_goes_into_a_store_and_comes_back(tmp_path: Path) -> None:
@@ -682,13 +606,13 @@ def test_a_nested_space_goes_into_a_store_and_comes_back(tmp_path: Path) -> None
         query = """
             SELECT count(*) FROM transitions
             WHERE next.observation.parts."0" = observation.parts."0" + 1
-              AND action.move = observation.pos[1]::BIGINT % 1000
+              AND action.move = observation.position[1]::BIGINT % 1000
         """
         assert rb.sql(query).fetchall() == [(len(rb),)]
     assert batch["observation", "parts", "0"].dtype is torch.int16
-    place = batch["observation", "pos"][:, 0]
-    torch.testing.assert_close(batch["observation", "parts", "1"][:, 0], place + 0.5)
-    torch.testing.assert_close(batch["next", "observation", "pos"][:, 0], place + 1)
+    place = batch["observation", "position"][:, 0]
+    assert torch.equal(batch["observation", "parts", "1"][:, 0], batch["observation", "parts", "0"] % 2)
+    torch.testing.assert_close(batch["next", "observation", "position"][:, 0], place + 1)
 
 
 def test_each_lane_lies_in_one_run_per_block(tmp_path: Path) -> None:

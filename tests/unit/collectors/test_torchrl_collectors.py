@@ -6,7 +6,6 @@ Each row contains its episode and step (`counting`), so that the expected rows a
 from __future__ import annotations
 
 import pickle
-import threading
 import warnings
 from collections.abc import Callable
 from multiprocessing.context import set_spawning_popen
@@ -93,22 +92,6 @@ def test_a_collector_writes_by_itself(case: str, store_path: Path) -> None:
         assert len(whole) > 5
 
 
-@pytest.mark.parametrize("make", [one, three])
-def test_whole_trajectories_are_written(make: Callable[[], Any], store_path: Path) -> None:
-    with expstore.open(store_path, batch_size=8, seed=1) as rb:
-        collector = Collector(
-            make(), None, frames_per_batch=15, total_frames=TOTAL, trajs_per_batch=2, replay_buffer=rb
-        )
-        for _ in collector:
-            pass
-        collector.shutdown()
-        episodes = stored(rb)
-        assert {len(episode) for episode in episodes} == set(EPISODES if make is three else EPISODES[2:])
-        assert all(len(episode) == EPISODES[episode[0][0]] for episode in episodes)
-        statuses = rb.sql("SELECT DISTINCT status FROM episodes").fetchall()
-        assert statuses == [("terminated",)]
-
-
 def test_random_frames_are_counted_across_restarts(store_path: Path) -> None:
     """A collector counts by what the buffer has stored."""
 
@@ -137,37 +120,6 @@ def test_random_frames_are_counted_across_restarts(store_path: Path) -> None:
 
     assert run() == []
     assert len(run()) == 20
-
-
-def test_a_thread_collects_while_another_samples(store_path: Path) -> None:
-    with expstore.open(store_path, batch_size=8, seed=1) as rb:
-        collector = Collector(one(), None, frames_per_batch=10, total_frames=-1, replay_buffer=rb)
-        enough, extend = threading.Event(), rb.extend
-
-        def counted(*args: Any, **keywords: Any) -> Any:
-            index = extend(*args, **keywords)
-            if rb.write_count >= TOTAL:
-                enough.set()
-            return index
-
-        rb.extend = counted  # type: ignore[method-assign]
-        collector.start()
-        assert collector.getattr_rb("write_count") >= 0
-        assert enough.wait(60)
-        sample = rb.sample()
-        assert torch.equal(sample["next", "observation"][:, 2], sample["observation"][:, 2] + 1)
-        collector.async_shutdown()
-        stored(rb)
-
-
-def test_batches_that_are_handed_over_one_by_one(store_path: Path) -> None:
-    """Iterate and extend, through whatever has become of a batch meanwhile."""
-    with expstore.open(store_path, batch_size=8, seed=1) as rb:
-        collector = Collector(three(), None, frames_per_batch=15, total_frames=TOTAL)
-        for batch in collector:
-            rb.extend(batch)
-        collector.shutdown()
-        assert {row for episode in stored(rb) for row in episode} == expected(three, frames_per_batch=15)
 
 
 @pytest.mark.parametrize("make", [one, three])
@@ -229,20 +181,6 @@ def test_a_restarted_collector_begins_other_episodes(
             collector.shutdown()
         assert lengths(rb) == [(20, "cut"), (20, "cut"), (20, "open")]
     assert caplog.text.count("began another episode under the trajectory id of its open one") == 1
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_restarted_collector_of_several_processes_begins_other_episodes(store_path: Path) -> None:
-    with expstore.open(store_path) as rb:
-        for _ in range(2):
-            collector = MultiSyncCollector(
-                [Make(0, 10**6), Make(1, 10**6)], None, frames_per_batch=20, total_frames=40, cat_results=0
-            )
-            for batch in collector:
-                rb.extend(batch)
-            collector.shutdown()
-        assert lengths(rb) == [(20, "cut")] * 2 + [(20, "open")] * 2
 
 
 @pytest.mark.parametrize("has_ids", [True, False])

@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
 
-import expstore
+from expstore import NotFoundError, SchemaError, StorageError
 from expstore.datasets import GenDGRLExperienceReplay, GenDGRLReader, import_dataset
 from expstore.datasets.kinds import gen_dgrl
-from expstore.errors import NotFoundError, SchemaError, StateError, StorageError
 from tests.support.data_server import serving_files
+from tests.support.imported_stores import import_rows
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of importing torchrl's collectors
@@ -58,13 +57,6 @@ def trajectories() -> list[Any]:
     return [trajectory(number, count, done=number != 1) for number, count in enumerate(LENGTHS)]
 
 
-def imported(tmp_path: Path, source: Path, **options: Any) -> tuple[TensorDict, list[Any]]:
-    target = tmp_path / f"{len(list(tmp_path.iterdir()))}.exp"
-    import_dataset(GenDGRLReader(source, **options), target)
-    with expstore.open(target, mode="r") as rb:
-        return rb[:], rb.sql("SELECT length, status FROM episodes ORDER BY episode_id").fetchall()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("piece", [1, 16 << 20])
 @pytest.mark.parametrize("suffix", [".tar", ".tar.xz"])
@@ -72,7 +64,8 @@ def test_trajectories_are_episodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, piece: int
 ) -> None:
     monkeypatch.setattr(gen_dgrl, "_PIECE_BYTES", piece)
-    rows, ends = imported(tmp_path, archive(tmp_path / f"raw/bigfish{suffix}", trajectories()))
+    source = archive(tmp_path / f"raw/bigfish{suffix}", trajectories())
+    rows, ends, *_ = import_rows(GenDGRLReader(source), tmp_path)
     assert ends == [(5, "terminated"), (3, "cut"), (7, "terminated")]
     start = 0
     for there in trajectories():
@@ -90,8 +83,11 @@ def test_a_folder_and_a_limit(tmp_path: Path) -> None:
     (tmp_path / "raw").mkdir()
     for number, value in enumerate(trajectories()):
         (tmp_path / "raw" / f"{number}.npy").write_bytes(npy(value))
-    assert len(imported(tmp_path, tmp_path / "raw")[0]) == 15
-    assert imported(tmp_path, tmp_path / "raw", rows=6)[1] == [(5, "terminated"), (3, "cut")]
+    assert len(import_rows(GenDGRLReader(tmp_path / "raw"), tmp_path).rows) == 15
+    assert import_rows(GenDGRLReader(tmp_path / "raw", rows=6), tmp_path).ends == [
+        (5, "terminated"),
+        (3, "cut"),
+    ]
 
 
 def test_rows_equal_those_of_torchrls_class(tmp_path: Path) -> None:
@@ -104,7 +100,7 @@ def test_rows_equal_those_of_torchrls_class(tmp_path: Path) -> None:
         made = theirs._unpack_category_file(
             str(file.parent), False, "level_1_E", ("level_1_E", file.name, "")
         )
-    rows, _ = imported(tmp_path, file)
+    rows = import_rows(GenDGRLReader(file), tmp_path).rows
     for key in made.keys(True, True):
         # Their rewards have no last dim of 1.
         wanted = made[key][:, None] if key == ("next", "reward") else made[key]
@@ -158,29 +154,6 @@ def test_the_class(tmp_path: Path) -> None:
     for name in OfTorchRL.available_datasets:
         game, category = name.split("-")
         address = OfTorchRL._build_urls_with_category_name(game, category)
-        assert address.endswith(f"{gen_dgrl_folder(category)}/{game}.tar.xz")
+        assert address.endswith(f"{gen_dgrl.CATEGORIES[category][0]}/{game}.tar.xz")
     with pytest.raises(ValueError, match="is not one of the data sets"):
         GenDGRLExperienceReplay("bigfish-2M", root=tmp_path)
-
-
-def test_new_rows_need_a_writer(tmp_path: Path) -> None:
-    source = archive(tmp_path / "raw/bigfish.tar", trajectories())
-    data = GenDGRLExperienceReplay("bigfish-1M_E", 8, root=tmp_path / "root", source=source)
-    rows = data[:4].exclude("index")
-    with pytest.raises(StateError, match="open for reading only"):
-        data.extend(rows)
-    assert len(data) == 15
-    data.close()
-    data = GenDGRLExperienceReplay(
-        "bigfish-1M_E", 8, root=tmp_path / "root", writer=expstore.TensorDictRoundRobinWriter()
-    )
-    data.extend(rows)
-    assert len(data) == 19
-    torch.testing.assert_close(data[15:]["observation"], rows["observation"])
-    data.close()
-
-
-def gen_dgrl_folder(category: str) -> str:
-    from expstore.datasets.kinds.gen_dgrl import CATEGORIES
-
-    return CATEGORIES[category][0]

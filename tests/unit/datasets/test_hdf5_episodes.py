@@ -9,7 +9,6 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from tensordict import TensorDict
 
 import expstore
 from expstore.cli.app import run
@@ -24,6 +23,7 @@ from expstore.datasets.kinds import hdf5_episodes
 from expstore.errors import NotFoundError, SchemaError, StorageError
 from expstore.exchange import import_hdf5
 from tests.support.hdf5_damage import damage_header
+from tests.support.imported_stores import import_rows
 from tests.unit.datasets.test_d4rl import arrays
 from tests.unit.datasets.test_d4rl import write as write_d4rl
 from tests.unit.datasets.test_roboset import write as write_roboset
@@ -62,24 +62,13 @@ def robomimic(path: Path, *, following: bool = True) -> Path:
     return path
 
 
-def imported(reader: Any, target: Path) -> tuple[TensorDict, list[Any], dict[str, Any]]:
-    import_dataset(reader, target)
-    with expstore.open(target, mode="r") as rb:
-        said = rb.sql("SELECT length, status, info FROM episodes ORDER BY episode_id").fetchall()
-        return rb[:], said, rb.meta
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("following", [True, False])
 def test_robomimic(tmp_path: Path, following: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     path = robomimic(tmp_path / "a.hdf5", following=following)
-    rows, said, meta = imported(RobomimicReader(path), tmp_path / "a.exp")
-    assert [(length, status) for length, status, _ in said] == [
-        (4, "terminated"),
-        (5, "truncated"),  # done without a reward
-        (3, "terminated"),
-    ]
-    assert [json.loads(info) for *_, info in said] == [
+    rows, ends, facts, meta = import_rows(RobomimicReader(path), tmp_path)
+    assert ends == [(4, "terminated"), (5, "truncated"), (3, "terminated")]  # 5: done without a reward
+    assert facts == [
         {"num_samples": 4, "filters": ["easy", "train"]},
         {"num_samples": 5},
         {"num_samples": 3, "filters": ["train"]},
@@ -105,12 +94,13 @@ def test_robomimic(tmp_path: Path, following: bool, monkeypatch: pytest.MonkeyPa
         assert steps["next", "terminal"][:2, 0].tolist() == [False, True]
         first += count
     monkeypatch.setattr(hdf5_episodes, "_SLAB_BYTES", 600)
-    pieces, same, _ = imported(RobomimicReader(path), tmp_path / "b.exp")
-    assert same == said
+    pieces = import_rows(RobomimicReader(path), tmp_path)
+    assert (pieces.ends, pieces.facts) == (ends, facts)
     for key in rows.keys(include_nested=True, leaves_only=True):
-        assert (rows[key] == pieces[key]).all()
+        assert (rows[key] == pieces.rows[key]).all()
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("group", "names"),
     [
@@ -135,13 +125,10 @@ def test_plain_names(tmp_path: Path, group: str, names: tuple[str, ...], more: i
             one["word"] = ["a"] * count
     reader = Hdf5EpisodesReader(path)
     assert reader.notes() == ["'word' is not numeric and is left out"]
-    rows, said, meta = imported(reader, tmp_path / "a.exp")
+    rows, ends, facts, meta = import_rows(reader, tmp_path)
     assert meta["hdf5"] == {"env": "maze"}
-    assert said == [
-        (4, "terminated", '{"seed": 0}'),
-        (5, "truncated", '{"seed": 2}'),
-        (3, "cut", '{"seed": 10}'),
-    ]
+    assert ends == [(4, "terminated"), (5, "truncated"), (3, "cut")]
+    assert facts == [{"seed": 0}, {"seed": 2}, {"seed": 10}]
     whole = np.concatenate([states(number)[1:] for number in ORDER])
     if not more:
         whole[np.cumsum([4, 5, 3]) - 1] = 0
@@ -150,62 +137,6 @@ def test_plain_names(tmp_path: Path, group: str, names: tuple[str, ...], more: i
     np.testing.assert_array_equal(
         rows["next", "reward"][:, 0].numpy(), np.concatenate([states(number)[:-1, 0] for number in ORDER])
     )
-
-
-def test_d3rlpy(tmp_path: Path) -> None:
-    path = tmp_path / "a.h5"
-    with h5py.File(path, "w") as file:
-        columns = ("observations", "actions", "rewards", "terminated")
-        file["columns"] = [*columns]
-        file["num_episodes"], file["version"] = 3, "2.1"
-        for place, number in enumerate(ORDER):
-            at = states(number)
-            found = (at[:-1], at[:-1, :1], at[:-1, :1], np.array(float(place == 1)))
-            for name, values in zip(columns, found, strict=True):
-                file[f"{name}_{place}"] = values
-    assert run(["import", str(path), str(tmp_path / "a.exp")]) == 0
-    with expstore.open(tmp_path / "a.exp", mode="r") as rb:
-        assert rb.meta["import"]["format"] == "hdf5"
-        said = rb.sql("SELECT length, status FROM episodes ORDER BY episode_id").fetchall()
-        assert said == [(4, "truncated"), (5, "terminated"), (3, "truncated")]
-        rows = rb[:]
-    np.testing.assert_array_equal(
-        rows["observation"].numpy(), np.concatenate([states(number)[:-1] for number in ORDER])
-    )
-    assert set(rows.keys()) == {
-        "observation",
-        "action",
-        "episode",
-        "next",
-        "done",
-        "terminated",
-        "truncated",
-    }
-
-
-@pytest.mark.slow
-def test_formats_of_files_are_recognised(tmp_path: Path) -> None:
-    plain = tmp_path / "plain.hdf5"
-    with h5py.File(plain, "w") as file:
-        file["episode_0/observations"], file["episode_0/actions"] = np.zeros((3, 2)), np.zeros((2, 1))
-    sources = {
-        "robomimic": robomimic(tmp_path / "a.hdf5"),
-        "roboset": write_roboset(tmp_path / "b.h5"),
-        "hdf5": plain,
-        "d4rl": write_d4rl(tmp_path / "c.hdf5", arrays()),
-    }
-    for name, source in sources.items():
-        store = tmp_path / f"{name}.exp"
-        assert run(["import", str(source), str(store)]) == 0
-        with expstore.open(store, mode="r") as rb:
-            assert rb.meta.get("import", {}).get("format", "") == name
-    # What expstore exported is a flat file, whatever its fields are called.
-    with expstore.open(tmp_path / "x.exp") as rb:
-        rb.extend(TensorDict({"run_1": {"observations": np.zeros(3)}, "action": np.zeros(3)}, [3]))
-    flat = str(tmp_path / "x.hdf5")
-    assert run(["export", str(tmp_path / "x.exp"), flat, "--hdf5"]) == 0
-    assert run(["import", flat, str(tmp_path / "y.exp")]) == 0
-    assert run(["import", str(plain), str(tmp_path / "z.exp"), "--capacity", "5"]) == 2
 
 
 def write_groups(path: Path, names: tuple[str, ...], rows: int = 5) -> Path:

@@ -40,6 +40,7 @@ def choose_id(kind: Kind) -> str:
     return IDS.get(kind.format) or kind.available_datasets[0]
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_sample_is_recognized_and_imported(name: str, tmp_path: Path) -> None:
     source = make_sample(name, tmp_path / NAMES.get(name, "sample"))
@@ -69,8 +70,12 @@ def test_a_kind_is_documented(name: str) -> None:
         assert kind.load_class().__doc__ is not None
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("name", NAMED)
-def test_a_source_has_the_data_set_below_its_id(name: str, tmp_path: Path) -> None:
+def test_a_source_has_the_data_set_below_its_id(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EXPSTORE_DATA", str(tmp_path / "cache"))
     kind = find_kind(name)
     dataset_id = choose_id(kind)
     make_sample(name, tmp_path / "public" / dataset_id)
@@ -81,12 +86,15 @@ def test_a_source_has_the_data_set_below_its_id(name: str, tmp_path: Path) -> No
         assert (data.dataset_id, data.root) == (dataset_id, tmp_path / "root")
         assert data.sample().batch_size == (8,)
         parts = data.meta["import"]["parts"]
-    with load_dataset(
-        f"{kind.prefix}:{dataset_id}", root=tmp_path / "again", source=tmp_path / "public" / dataset_id
-    ) as data:
-        assert data.meta["import"]["parts"] == parts
+    data = load_dataset(f"{kind.prefix}:{dataset_id}", source=tmp_path / "public" / dataset_id)
+    assert isinstance(data, DatasetReplayBuffer)
+    assert data.meta["import"]["parts"] == parts
+    assert data.data_path == tmp_path / "cache" / str(kind.prefix) / dataset_id
+    data.delete()
+    assert not data.data_path.exists()
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("name", NAMED)
 def test_a_missing_data_set_says_what_a_source_is(name: str, tmp_path: Path) -> None:
     kind = find_kind(name)

@@ -1,7 +1,8 @@
-"""The Minari reader returns TorchRL's rows for every format of Minari."""
+"""The Minari reader in each format, compared with TorchRL's class and Minari's reader."""
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,174 +17,261 @@ from minari.data_collector import EpisodeBuffer
 from tensordict import TensorDict
 
 import expstore
+from expstore import NotFoundError, SchemaError, StorageError
+from expstore.cli.app import run
+from expstore.core import tuning
 from expstore.datasets import MinariReader, import_dataset
 from expstore.datasets.kinds import minari as reader_module
-from expstore.errors import NotFoundError, SchemaError, StorageError
+from tests.support.imported_stores import import_rows
+from tests.support.minari_sets import LENGTHS, create_minari, make_episodes, write_old_minari
+from tests.support.refusals import Refusal, check_refusals
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of importing torchrl's collectors
     from torchrl.data.datasets.minari_data import MinariExperienceReplay
 
-NAME = "test/hop-v0"
-LENGTHS = (4, 1, 11)
-ACTIONS = spaces.Tuple((spaces.Discrete(3), spaces.Box(0, 10, (1,), np.float64)))
+# Minari warns about facts that it was not given.
+pytestmark = [pytest.mark.usefixtures("no_syncs"), pytest.mark.filterwarnings("ignore")]
+
+FORMATS = ("hdf5", "arrow", "parquet")
+PLACES = [("hdf5", True), *((form, False) for form in FORMATS)]
 
 
-def create(
-    root: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    form: str = "hdf5",
-    jpeg: bool = False,
-    plain: bool = False,
-    name: str = "t/h-v0",
-) -> Path:
-    """Have Minari make a data set of three episodes, the last one truncated; return its folder."""
-    monkeypatch.setenv("MINARI_DATASETS_PATH", str(root))
-    root.mkdir(exist_ok=True)
-    buffers = []
-    for number, count in enumerate(LENGTHS):
-        at = np.arange(count + 1)
-        frame = (at[:, None, None, None] * 10 + np.zeros((1, 40, 40, 3))).astype(np.uint8)
-        ends = (at[1:] == count).tolist()
-        buffers.append(
-            EpisodeBuffer(
-                id=number,
-                seed=number + 5,
-                observations={
-                    "pos": 100 * number + at[:, None].astype("f4") * np.ones((1, 2), "f4"),
-                    "frame": frame,
-                },
-                actions=at[:-1] % 3 if plain else (at[:-1] % 3, at[:-1, None] / 8),
-                rewards=(at[:-1] / 3).tolist(),
-                terminations=ends if number < 2 else [False] * count,
-                truncations=[False] * count if number < 2 else ends,
-                # Minari cannot read infos that are single numbers from Arrow.
-                infos={"x": at[:, None] * 1.0, "deep": {"y": at[:, None]}},
-            )
-        )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what it was not told
-        minari.create_dataset_from_buffers(
-            NAME,
-            buffer=buffers,
-            observation_space=spaces.Dict(
-                pos=spaces.Box(-1000, 1000, (2,), np.float32), frame=spaces.Box(0, 255, (40, 40, 3), np.uint8)
-            ),
-            action_space=spaces.Discrete(3) if plain else ACTIONS,
-            algorithm_name="random",
-            author="x",
-            author_email="x@y",
-            code_permalink="c",
-            description="d",
-            data_format=form,
-            jpeg_encoding=jpeg,
-        )
-    return root / NAME
-
-
-def imported(tmp_path: Path, folder: Path) -> tuple[TensorDict, list[Any], dict[str, Any]]:
-    target = tmp_path / f"{len(list(tmp_path.iterdir()))}.exp"
-    import_dataset(MinariReader(folder), target)
-    with expstore.open(target, mode="r") as rb:
-        facts = "SELECT length, status, info->>'seed' FROM episodes ORDER BY episode_id"
-        return rb[:], rb.sql(facts).fetchall(), rb.meta
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("form", "jpeg"), [("hdf5", False), ("hdf5", True), ("arrow", False), ("parquet", False)]
-)
-def test_every_form_gives_the_same_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, jpeg: bool
+@pytest.mark.parametrize(("form", "jpeg"), PLACES)
+def test_data_sets_written_by_minari_are_imported(
+    tmp_path: Path, form: str, jpeg: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = create(tmp_path / "root", monkeypatch, form=form, jpeg=jpeg)
-    rows, episodes, meta = imported(tmp_path, folder)
-    assert episodes == [(4, "terminated", "5"), (1, "terminated", "6"), (11, "truncated", "7")]
-    assert meta["minari"]["algorithm_name"] == "random"
-    start = 0
-    for number, one in enumerate(minari.MinariDataset(folder / "data").iterate_episodes()):
-        part = rows[start : start + LENGTHS[number]]
-        for name in ("pos", "frame"):
-            np.testing.assert_array_equal(part["observation", name].numpy(), one.observations[name][:-1])
-            np.testing.assert_array_equal(
-                part["next", "observation", name].numpy(), one.observations[name][1:]
-            )
-        np.testing.assert_array_equal(part["action", "0"].numpy(), one.actions[0])
-        np.testing.assert_array_equal(part["action", "1"].numpy(), one.actions[1])
-        np.testing.assert_array_equal(part["next", "reward"].numpy()[:, 0], one.rewards)
-        np.testing.assert_array_equal(part["info", "x"].numpy(), one.infos["x"][:-1])
-        if form == "hdf5":  # from Arrow, Minari gives nested infos as objects
-            deep = part["next", "info", "deep", "y"].numpy()
-            np.testing.assert_array_equal(deep, one.infos["deep"]["y"][1:])
-        assert part["episode"].unique().tolist() == [number]
-        start += LENGTHS[number]
-    assert rows["next", "done"].sum() == 3
+    monkeypatch.setattr(tuning, "EXCHANGE_ROWS", 4)
+    folder = create_minari(monkeypatch, tmp_path / "root", form=form, jpeg=jpeg)
+    rows, ends, facts, meta = import_rows(MinariReader(folder), tmp_path)
+    assert ends == [(4, "terminated"), (1, "terminated"), (11, "truncated")]
+    assert facts == [{"minari_id": n, "seed": n + 5, "options": {"goal": {"x": n}}} for n in range(3)]
+    assert (meta["minari"]["total_steps"], meta["minari"]["algorithm_name"]) == (16, "random")
+    first = 0
+    decoded = list(minari.load_dataset("test/hop-v0").iterate_episodes())
+    for number, (count, truth) in enumerate(zip(LENGTHS, make_episodes(), strict=True)):
+        steps = rows[first : first + count]
+        for name in ("pos", "grid", "kind", "frame"):
+            # JPEG loses something: what Minari decodes counts.
+            values = (decoded[number] if jpeg and name == "frame" else truth).observations[name]
+            np.testing.assert_array_equal(steps["observation", name].numpy(), values[:-1])
+            np.testing.assert_array_equal(steps["next", "observation", name].numpy(), values[1:])
+        np.testing.assert_array_equal(steps["action", "0"].numpy(), truth.actions[0])
+        np.testing.assert_array_equal(steps["action", "1"].numpy(), truth.actions[1])
+        np.testing.assert_array_equal(steps["next", "reward"][:, 0].numpy(), truth.rewards)
+        np.testing.assert_array_equal(steps["info", "x"].numpy(), truth.infos["x"][:-1])
+        deep = steps["next", "info", "deep", "y"].numpy()
+        np.testing.assert_array_equal(deep, truth.infos["deep"]["y"][1:])
+        assert steps["episode"].tolist() == [number] * count
+        assert steps["next", "done"][:, 0].tolist() == [False] * (count - 1) + [True]
+        first += count
+    assert first == len(rows)
+    assert rows["next", "reward"].dtype is torch.float64
+    assert not rows["done"].any()
+    assert any("JPEG" in note for note in MinariReader(folder).notes()) is jpeg
 
 
 @pytest.mark.slow
-def test_long_episodes_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = create(tmp_path / "root", monkeypatch)
-    whole, ends, _ = imported(tmp_path, folder)
-    monkeypatch.setattr(reader_module, "_PIECE_BYTES", 15_000)
+@pytest.mark.parametrize("form", ["arrow", "parquet"])
+def test_jpeg_images_of_tables_are_what_minari_reads(
+    tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = import_rows(
+        MinariReader(create_minari(monkeypatch, tmp_path / "root", form=form, jpeg=True)), tmp_path
+    ).rows
+    frames = [one.observations["frame"] for one in minari.load_dataset("test/hop-v0").iterate_episodes()]
+    now, after = rows["observation", "frame"].numpy(), rows["next", "observation", "frame"].numpy()
+    np.testing.assert_array_equal(now, np.concatenate([one[:-1] for one in frames]))
+    np.testing.assert_array_equal(after, np.concatenate([one[1:] for one in frames]))
+
+
+@pytest.mark.parametrize("form", ["arrow", "parquet"])
+def test_long_episodes_of_tables(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Minari's own reader returns too few steps of them."""
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "root"))
+    (tmp_path / "root").mkdir()
+    count = 40_000
+    at = np.arange(count + 1, dtype=np.float32)
+    flags = [False] * count
+    episodes = [
+        EpisodeBuffer(
+            id=number,
+            observations=at[:, None] + number,
+            actions=at[:-1, None],
+            rewards=at[:-1].tolist(),
+            terminations=flags,
+            truncations=flags,
+        )
+        for number in range(2)
+    ]
+    minari.create_dataset_from_buffers(
+        "test/long-v0",
+        buffer=episodes,
+        observation_space=spaces.Box(0, 1e6, (1,), np.float32),
+        action_space=spaces.Box(0, 1e6, (1,), np.float32),
+        data_format=form,
+    )
+    rows, ends, *_ = import_rows(MinariReader(tmp_path / "root/test/long-v0"), tmp_path)
+    assert ends == 2 * [(count, "cut")]
+    assert rows["next", "observation"][:, 0].tolist() == [*at[1:], *(at[1:] + 1)]
+
+
+# -- beside TorchRL's class ------------------------------------------------------------------------------
+
+
+def of_torchrl(name: str, target: Path) -> TensorDict:
+    theirs = object.__new__(MinariExperienceReplay)
+    facts = {"dataset_id": name, "_root": target, "split_trajs": False, "load_from_local_minari": True}
+    theirs.__dict__.update(facts)
+    return theirs._download_and_preproc()
+
+
+def test_rows_equal_torchrls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "root"))
+    write_old_minari(tmp_path / "root/old-v0")
+    # Theirs allocates files for the rows and never writes them: every value is 0.
+    monkeypatch.setattr(TensorDict, "memmap_like", TensorDict.memmap)
+    found = of_torchrl("old-v0", tmp_path / "theirs")
+    rows = import_rows(MinariReader(tmp_path / "root/old-v0"), tmp_path).rows
+    assert rows["episode"].tolist() == [0] * 4 + [2] * 5 + [10] * 2
+    theirs = set(found.keys(include_nested=True, leaves_only=True))
+    ours = set(rows.keys(include_nested=True, leaves_only=True)) - {"index"}
+    for key in theirs:
+        torch.testing.assert_close(found[key], rows[key], msg=str(key))
+    # Ours has the flags at the root, too, as all data sets here.
+    assert ours - theirs == {"done", "terminated", "truncated"}
+    # Infos without the one of the reset have zeros there.
+    assert rows["info", "success"][:4].tolist() == [False, True, False, True]
+    assert rows["next", "info", "success"][:4].tolist() == [True, False, True, False]
+
+
+@pytest.mark.slow
+def test_pieces_of_long_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = MinariReader(write_old_minari(tmp_path / "old-v0"))
+    whole = import_rows(reader, tmp_path)
+    monkeypatch.setattr(tuning, "EXCHANGE_ROWS", 3)
+    monkeypatch.setattr(reader_module, "_PIECE_BYTES", 50)
+    pieces = import_rows(reader, tmp_path)
+    assert whole.ends == pieces.ends
+    assert whole.facts == pieces.facts
+    for key in whole.rows.keys(include_nested=True, leaves_only=True):
+        assert (whole.rows[key] == pieces.rows[key]).all()
+
+
+def test_observations_without_the_last_one(tmp_path: Path) -> None:
+    """Some old data sets have as many observations as steps."""
+    folder = write_old_minari(tmp_path / "old-v0")
     with h5py.File(folder / "data/main_data.hdf5", "a") as file:
-        for number, count in enumerate(LENGTHS):  # an info that comes with steps alone, and states
-            file[f"episode_{number}/infos/late"] = 1.0 + np.arange(count)
-            file[f"episode_{number}/state/qpos"] = np.arange(2.0 * count + 2).reshape(-1, 2)
-    rows, again, _ = imported(tmp_path, folder)
-    assert again == ends
-    torch.testing.assert_close(rows.select(*whole.keys(True, True)).exclude("id"), whole.exclude("id"))
-    assert rows["info", "late"][:4].tolist() == [0, 1, 2, 3]
-    assert rows["next", "info", "late"].tolist() == [1.0 + n for count in LENGTHS for n in range(count)]
-    assert rows["next", "state", "qpos"][:3].tolist() == rows["state", "qpos"][1:4].tolist()
+        for group in file.values():
+            for name in ("observations", "state/qpos"):
+                values = group[name][:-1]
+                del group[name]
+                group[name] = values
+    rows = import_rows(MinariReader(folder), tmp_path).rows
+    last = np.cumsum([4, 5, 2]) - 1
+    for key in ("observation", ("state", "qpos")):
+        after = rows["next", *((key,) if isinstance(key, str) else key)]
+        assert not after[last].any()
+        inside = np.setdiff1d(np.arange(11), last)
+        assert (after[inside] == rows[key][inside + 1]).all()
 
 
-def test_rows_equal_those_of_torchrls_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = create(tmp_path / "root", monkeypatch, plain=True)
-    with warnings.catch_warnings(), monkeypatch.context() as patch:
-        warnings.simplefilter("ignore")
-        # torchrl 0.14.1 makes the memory maps with `memmap_like`, which copies no values: all rows are 0.
-        patch.setattr(TensorDict, "memmap_like", TensorDict.memmap)
-        theirs = MinariExperienceReplay(
-            NAME, 4, root=tmp_path / "torchrl", load_from_local_minari=True, download=False
-        )[:]
-    ours, _, _ = imported(tmp_path, folder)
-    keys = {key if isinstance(key, tuple) else (key,) for key in theirs.keys(True, True)}
-    for key in keys:
-        torch.testing.assert_close(ours[key], theirs[key])
-    more = {key if isinstance(key, tuple) else (key,) for key in ours.keys(True, True)} - keys
-    # Ours have the root flags; theirs cannot read parts of a Tuple at all.
-    assert {("done",), ("terminated",), ("truncated",)} <= more
+def test_text_is_a_fact(tmp_path: Path) -> None:
+    folder = write_old_minari(tmp_path / "old-v0")
+    with h5py.File(folder / "data/main_data.hdf5", "a") as file:
+        for number, group in enumerate(file.values()):
+            count = len(group["observations"])
+            group["infos/mission"] = np.array([f"go {number}"] * count, dtype="S5")
+            group["infos/word"] = [f"{n}" for n in range(count)]
+            group["infos/rare"] = np.zeros(1 if count > 3 else 9)
+    rows, _, facts, _ = import_rows(MinariReader(folder), tmp_path)
+    assert set(rows["info"].keys()) == {"power", "success"}
+    assert [one and one["infos/mission"] for one in facts] == ["go 0", "go 2", "go 1"]
+    assert all(one and "infos/word" not in one for one in facts)
+    notes = [note.split("'")[1] for note in MinariReader(folder).notes()]
+    assert notes == ["infos/mission", "infos/rare", "infos/word"]
 
 
-def test_bad_data_sets_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = create(tmp_path / "root", monkeypatch)
-    file, target = folder / "data/main_data.hdf5", tmp_path / "x.exp"
-    good = file.read_bytes()
-    for name, what, kind, text in (
-        ("actions/_index_0", np.zeros(3), SchemaError, r"episode_1 has 3 'actions/_index_0' for 1 rewards"),
-        ("rewards", None, SchemaError, "episode_1 has no 'rewards'"),
-        ("observations", None, SchemaError, "episode_1 has no 'observations'"),
-    ):
-        file.write_bytes(good)
-        with h5py.File(file, "a") as opened:
-            del opened[f"episode_1/{name}"]
-            if what is not None:
-                opened[f"episode_1/{name}"] = what
-        with pytest.raises(kind, match=text):
-            import_dataset(MinariReader(folder), target)
+# -- imports ---------------------------------------------------------------------------------------------
+
+
+def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, store = str(write_old_minari(tmp_path / "old-v0")), str(tmp_path / "a.exp")
+    with h5py.File(tmp_path / "old-v0/data/main_data.hdf5", "a") as file:
+        for group in file.values():
+            group["infos/word"] = ["a"] * len(group["observations"])
+    assert run(["import", source, store, "--capacity", "6"]) == 0
+    assert "note: 'infos/word' has no number or array per step" in capsys.readouterr().err
+    with expstore.open(store, mode="r") as rb:
+        assert sorted(rb[:]["episode"].tolist()) == [2] * 4 + [10] * 2
+        assert rb.sql("SELECT length FROM episodes WHERE live_rows > 0 ORDER BY 1").fetchall() == [(2,), (5,)]
+    assert run(["import", source, store]) == 2
+
+
+@pytest.mark.parametrize("form", ["arrow", "parquet"])
+def test_damaged_tables(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = create_minari(monkeypatch, tmp_path / "root", form=form, images=False)
+    (file,) = (folder / "data/1").glob(f"*.{form}")
+    whole = file.read_bytes()
+    damages: dict[str, tuple[Path, bytes | None, type[Exception], str]] = {
+        "half": (file, whole[:-40], StorageError, f"episode 1: cannot read .*{file.name}"),
+        "none": (file, None, SchemaError, "has 0 files of rows"),
+        "steps": (
+            folder / "data/1/metadata.json", b'{"total_steps": 9}', SchemaError, "has 2 rows for 9 steps",
+        ),
+        "facts": (folder / "data/1/metadata.json", None, NotFoundError, "there is no file .*metadata.json"),
+    }  # fmt: skip
+    target = tmp_path / "x.exp"
+    for name, (path, data, kind, words) in damages.items():
+        copy = Path(shutil.copytree(folder, tmp_path / name))
+        changed = copy / path.relative_to(folder)
+        changed.unlink() if data is None else changed.write_bytes(data)
+        with pytest.raises(kind, match=words):
+            import_dataset(MinariReader(copy), target)
         assert not target.exists()
-    file.write_bytes(good[:4000])
-    with pytest.raises(StorageError, match="cannot read"):
-        import_dataset(MinariReader(folder), target)
-    file.unlink()
-    with pytest.raises(NotFoundError, match="there is no file"):
-        MinariReader(folder)
-    (folder / "data/metadata.json").unlink()
-    with pytest.raises(NotFoundError, match="no Minari dataset"):
-        MinariReader(folder)
-    with pytest.raises(NotFoundError, match="there is no folder"):
-        MinariReader(tmp_path / "nothing")
+
+
+def test_bad_data_sets_are_refused(tmp_path: Path) -> None:
+    good = write_old_minari(tmp_path / "old-v0") / "data"
+    data, about = (good / "main_data.hdf5").read_bytes(), (good / "metadata.json").read_text()
+    target = tmp_path / "x.exp"
+
+    def changed(name: str, values: Any = None, *, text: str = about, whole: bytes = data) -> Any:
+        """Replace an array of the file, or remove it."""
+
+        def read() -> None:
+            folder = tmp_path / "in"
+            folder.mkdir(exist_ok=True)
+            (folder / "metadata.json").write_text(text)
+            (folder / "main_data.hdf5").write_bytes(whole)
+            if name:
+                with h5py.File(folder / "main_data.hdf5", "a") as file:
+                    del file[name]
+                    if values is not None:
+                        file[name] = values
+            import_dataset(MinariReader(folder), target)
+
+        return read
+
+    pickled = np.array([b"\x80\x04cos\nsystem\n."] * 5, dtype="S20")
+    (tmp_path / "none").mkdir()
     (tmp_path / "file").write_text("")
-    with pytest.raises(NotFoundError, match="is a file, but a folder is needed"):
-        MinariReader(tmp_path / "file")
+    cases: list[Refusal] = [
+        (lambda: MinariReader(tmp_path / "none"), NotFoundError, "no Minari dataset"),
+        (lambda: MinariReader(tmp_path / "nothing"), NotFoundError, "there is no folder"),
+        (lambda: MinariReader(tmp_path / "file"), NotFoundError, "is a file, but a folder is needed"),
+        (changed("", whole=b"hello"), StorageError, "cannot read .* as HDF5"),
+        (changed("", whole=data[:4000]), StorageError, "cannot read"),
+        (changed("", text="{"), StorageError, "metadata.json is damaged"),
+        (changed("", text='{"data_format": "lance"}'), SchemaError, "has the format 'lance'"),
+        (changed("", text='{"data_format": "arrow"}'), SchemaError, "contains no episodes"),
+        (changed("episode_2/actions", np.zeros(3)), SchemaError, "episode_2 has 3 'actions' for 5 rewards"),
+        (changed("episode_2/actions"), SchemaError, "episode_2 has no 'actions'"),
+        (changed("episode_0/rewards"), SchemaError, "episode_0 has no 'rewards'"),
+        (changed("episode_2/observations"), SchemaError, "episode_2 has no 'observations'"),
+        (changed("episode_0/observations", pickled), SchemaError, "episode_0 has no numbers in 'observ"),
+    ]
+    check_refusals(cases, absent=target)
+    (tmp_path / "in/main_data.hdf5").unlink()
+    with pytest.raises(NotFoundError, match="there is no file"):
+        MinariReader(tmp_path / "in")

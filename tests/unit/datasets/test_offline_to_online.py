@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,16 @@ from tensordict import TensorDict
 import expstore
 from expstore import (
     LazyTensorStorage,
+    OfflineToOnlineReplayBuffer,
     RandomCropTensorDict,
     ReplayBuffer,
-    TensorDictReplayBuffer,
     ZarrStorage,
+    prefill_replay_buffer,
 )
-from expstore.datasets import OfflineToOnlineReplayBuffer, prefill_replay_buffer
 from expstore.errors import SchemaError
 from expstore.transforms import StepTransform
-from tests.support.torchrl_pair import OURS
+from tests.support.refusals import check_refusals
 from tests.unit.datasets.test_d4rl import arrays, write
-from tests.unit.datasets.test_minari import create
 
 pytestmark = pytest.mark.index
 
@@ -34,7 +34,7 @@ def rows(count: int, value: float, *, first: int = 0) -> TensorDict:
     return TensorDict({"x": torch.full((count, 2), value), "n": torch.arange(first, first + count)}, [count])
 
 
-def made(library: Any = OURS, *, fraction: float = 0.5, **keywords: Any) -> Any:
+def made(library: Any = expstore, *, fraction: float = 0.5, **keywords: Any) -> Any:
     dataset = library.ReplayBuffer(storage=library.LazyTensorStorage(100))
     dataset.extend(rows(100, -1.0))
     return library.OfflineToOnlineReplayBuffer(
@@ -42,7 +42,7 @@ def made(library: Any = OURS, *, fraction: float = 0.5, **keywords: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("library", [OURS, theirs], ids=["ours", "torchrl"])
+@pytest.mark.parametrize("library", [expstore, theirs], ids=["ours", "torchrl"])
 def test_a_batch_has_the_same_part_of_each(library: Any) -> None:
     for fraction, size, wanted in ((0.5, 8, 4), (0.25, 10, 2), (0.75, 10, 8), (0.01, 10, 0), (0.99, 10, 10)):
         rb = made(library, fraction=fraction, batch_size=size)
@@ -54,14 +54,6 @@ def test_a_batch_has_the_same_part_of_each(library: Any) -> None:
             assert batch["x"][:, 0].tolist() == [-1.0] * wanted + [1.0] * (size - wanted)
         assert rb.sample(4).batch_size == (4,)
         assert (len(rb), len(rb.offline_buffer), len(rb.online_buffer)) == (110, 100, 10)
-
-
-def test_a_batch_comes_as_arrays() -> None:
-    rb = made(batch_size=8)
-    rb.extend(rows(10, 1.0))
-    batch = rb.sample(as_numpy=True)
-    assert type(batch["x"]) is np.ndarray
-    assert batch["x"][:, 0].tolist() == [-1.0] * 4 + [1.0] * 4
 
 
 def test_arrays_may_be_the_default() -> None:
@@ -111,14 +103,6 @@ def test_a_data_set_of_torchrls_may_be_the_other_half() -> None:
     assert set(batch.keys()) == {"x", "n"}
 
 
-def test_info_of_single_buffers_is_left_out() -> None:
-    dataset = TensorDictReplayBuffer(storage=LazyTensorStorage(20), with_ids=True)
-    dataset.extend(rows(20, -1.0))
-    rb = OfflineToOnlineReplayBuffer(dataset, online_capacity=50)
-    rb.extend(rows(5, 1.0))
-    assert set(rb.sample(6).keys()) == {"x", "n"}
-
-
 def test_draws_continue_after_a_restart(tmp_path: Path) -> None:
     def opened() -> OfflineToOnlineReplayBuffer:
         dataset = ReplayBuffer(storage=ZarrStorage(tmp_path / "old.exp", 100))
@@ -166,68 +150,82 @@ def raised(act: Callable[[], Any]) -> BaseException:
 def test_arguments_that_torchrl_refuses_are_refused(keywords: dict[str, Any]) -> None:
     ours, other = (
         raised(lambda lib=lib: lib.OfflineToOnlineReplayBuffer(object(), **keywords))  # type: ignore[misc]
-        for lib in (OURS, theirs)
+        for lib in (expstore, theirs)
     )
     assert isinstance(ours, type(other))
     assert str(ours).split(", got")[0].split(". ")[0] == str(other).split(", got")[0].split(". ")[0]
 
 
-def test_contradicting_arguments_are_refused() -> None:
-    with pytest.raises(ValueError, match="batch_size must be provided"):
-        made().sample()
-    with pytest.raises(ValueError, match="batch_size must be provided when offline_dataset is a string"):
-        OfflineToOnlineReplayBuffer("d4rl:x", online_capacity=3)
-    with pytest.raises(ValueError, match="Unknown dataset source 'nobody'"):
-        OfflineToOnlineReplayBuffer("nobody:x", online_capacity=3, batch_size=4)
+class Looking(StepTransform):
+    def look(self, view: Any) -> None:
+        """Look at nothing."""
+
+    def apply(self, batch: Any, seen: None) -> Any:
+        return batch
+
+
+def test_wrong_arguments_are_refused() -> None:
+    rb, wrong_type, too_small = ReplayBuffer(storage=LazyTensorStorage(100)), TypeError, ValueError
+    text: Any = "x"
+
+    def by_name(name: str, **options: Any) -> Callable[[], object]:
+        return lambda: OfflineToOnlineReplayBuffer(name, online_capacity=3, **options)
+
+    fractions: list[Any] = [text, None, True, float("nan")]
+    sizes = ((0, too_small), (-2, too_small), (text, wrong_type))
+    steps: list[Any] = [(text, 3), (1, None), (float("nan"), 3)]
+    check_refusals(
+        [
+            (made().sample, ValueError, "batch_size must be provided"),
+            (by_name("d4rl:x"), ValueError, "batch_size must be provided when offline_dataset is a string"),
+            (by_name("nobody:x", batch_size=4), ValueError, "Unknown dataset source 'nobody'"),
+            (lambda: made(transform=Looking()), ValueError, "Looking reads other steps"),
+            (lambda: prefill_replay_buffer(rb, rb, n_samples=text), TypeError, "must be a number, got 'x'"),
+            (lambda: prefill_replay_buffer(rb, "d4rl:x"), KeyError, "Env x not found"),
+            (lambda: prefill_replay_buffer(rb, rb, chunk_size=0), ValueError, "chunk_size=0"),
+            *(
+                (partial(made, fraction=one), TypeError, "offline_fraction must be a num")
+                for one in fractions
+            ),
+            *((partial(made, batch_size=size), kind, "batch_size must be") for size, kind in sizes),
+            *((partial(made().sample, size), kind, "batch_size must be") for size, kind in sizes),
+            *((partial(made().anneal, *pair), TypeError, "must be a number") for pair in steps),
+        ]
+    )
+
+
+def test_data_sets_that_do_not_fit_are_refused() -> None:
     rb = made()
     rb.extend(rows(10, 1.0).rename_key_("x", "y"))
-    with pytest.raises(
-        SchemaError, match=r"only the data set has the fields \['x'\].*only the online buffer \['y'\]"
-    ):
+    with pytest.raises(SchemaError, match=r"only the data set has .*\['x'\].*only the online buffer \['y'\]"):
         rb.sample(4)
-
-    class Looking(StepTransform):
-        def look(self, view: Any) -> None:
-            """Look at nothing."""
-
-        def apply(self, batch: Any, seen: None) -> Any:
-            return batch
-
-    with pytest.raises(ValueError, match="Looking reads other steps"):
-        made(transform=Looking())
+    lanes = ReplayBuffer(storage=LazyTensorStorage(100, ndim=2))
+    lanes.extend(rows(10, 0.0).reshape(2, 5))
+    with pytest.raises(ValueError, match="several dims"):
+        prefill_replay_buffer(ReplayBuffer(storage=LazyTensorStorage(100)), lanes)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("dataset", [None, 3, TensorDict({"x": torch.zeros(3)}, [3]), [], ReplayBuffer])
 def test_objects_other_than_buffers_are_refused(dataset: Any) -> None:
-    with pytest.raises(TypeError, match=r"offline_dataset must be a buffer.*with extend\(\)"):
-        OfflineToOnlineReplayBuffer(dataset, online_capacity=10)
     rb = ReplayBuffer(storage=LazyTensorStorage(100))
-    with pytest.raises(TypeError, match="dataset must be a buffer"):
-        prefill_replay_buffer(rb, dataset)
-    with pytest.raises(TypeError, match="rb must be a buffer"):
-        prefill_replay_buffer(dataset, rb)
-
-
-def test_invalid_numbers_are_refused() -> None:
-    for fraction in ("x", None, True, float("nan")):
-        with pytest.raises(TypeError, match=f"offline_fraction must be a number, got {fraction!r}"):
-            made(fraction=fraction)  # type: ignore[arg-type]
-    for size, error in ((0, ValueError), (-2, ValueError), ("x", TypeError)):
-        with pytest.raises(error, match="batch_size must be"):
-            made(batch_size=size)
-        with pytest.raises(error, match="batch_size must be"):
-            made().sample(size)
-    for step, total in (("x", 3), (1, None), (float("nan"), 3)):
-        with pytest.raises(TypeError, match="must be a number"):
-            made().anneal(step, total)
-    rb = ReplayBuffer(storage=LazyTensorStorage(100))
-    with pytest.raises(TypeError, match="n_samples must be a number, got 'x'"):
-        prefill_replay_buffer(rb, rb, n_samples="x")  # type: ignore[arg-type]
+    check_refusals(
+        [
+            (
+                lambda: OfflineToOnlineReplayBuffer(dataset, online_capacity=10),
+                TypeError,
+                r"offline_dataset must be a buffer.*with extend\(\)",
+            ),
+            (lambda: prefill_replay_buffer(rb, dataset), TypeError, "dataset must be a buffer"),
+            (lambda: prefill_replay_buffer(dataset, rb), TypeError, "rb must be a buffer"),
+        ]
+    )
 
 
 # -- copying ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(("wanted", "count"), [(None, 30), (7, 7), (99, 30), (0, 0)])
 @pytest.mark.parametrize("chunk", [1, 4, 1000])
 def test_rows_are_copied_each_once_in_order(wanted: int | None, count: int, chunk: int) -> None:
@@ -247,18 +245,6 @@ def test_rows_of_torchrls_buffers_are_copied() -> None:
     assert rb[:]["n"].tolist() == list(range(12))
 
 
-def test_unsuitable_data_sets_are_refused() -> None:
-    rb = ReplayBuffer(storage=LazyTensorStorage(100))
-    with pytest.raises(KeyError, match="Env x not found"):
-        prefill_replay_buffer(rb, "d4rl:x")
-    with pytest.raises(ValueError, match="chunk_size=0"):
-        prefill_replay_buffer(rb, rb, chunk_size=0)
-    lanes = ReplayBuffer(storage=LazyTensorStorage(100, ndim=2))
-    lanes.extend(rows(10, 0.0).reshape(2, 5))
-    with pytest.raises(ValueError, match="several dims"):
-        prefill_replay_buffer(rb, lanes)
-
-
 def test_a_data_set_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXPSTORE_DATA", str(tmp_path / "cache"))
     source = write(tmp_path / "hopper.hdf5", arrays())
@@ -269,23 +255,3 @@ def test_a_data_set_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert rb.sample()["observation"].shape == (8, 3)
     copy = ReplayBuffer(storage=LazyTensorStorage(50))
     assert len(prefill_replay_buffer(copy, "d4rl:hopper-medium-v2", n_samples=10)) == 10
-
-
-def test_a_data_set_of_minari_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EXPSTORE_DATA", str(tmp_path / "cache"))
-    source = create(tmp_path / "own", monkeypatch, plain=True)
-    rb = OfflineToOnlineReplayBuffer(
-        "minari:test/hop-v0", online_capacity=50, batch_size=8, offline_fraction=0.75, source=source
-    )
-    dataset = rb.offline_buffer
-    assert isinstance(dataset, expstore.datasets.MinariExperienceReplay)
-    assert dataset.data_path == tmp_path / "cache" / "minari" / "test" / "hop-v0"
-    assert len(rb) == len(dataset) == 16
-    assert rb.sample().batch_size == (8,)
-    new = dataset[:5].exclude("index")
-    new["observation", "pos"] = torch.full_like(new["observation", "pos"], -1)
-    rb.extend(new)
-    batch = rb.sample()
-    assert (batch["observation", "pos"][:6] >= 0).all()
-    assert (batch["observation", "pos"][6:] == -1).all()
-    assert (len(dataset), len(rb.online_buffer)) == (16, 5)

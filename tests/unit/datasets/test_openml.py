@@ -76,6 +76,7 @@ def theirs(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
         return OfTorchRL._get_data(name)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("name", OpenMLExperienceReplay.available_datasets)
 @pytest.mark.parametrize("form", ["arff", "csv"])
 def test_rows_are_torchrls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, form: str) -> None:
@@ -130,20 +131,6 @@ def test_new_rows_need_a_writer(tmp_path: Path) -> None:
     assert len(data) == ROWS + 4
     torch.testing.assert_close(data[ROWS:]["X"], rows["X"])
     data.close()
-
-
-def test_without_download_nothing_is_asked_for(tmp_path: Path) -> None:
-    with serving_files(tmp_path) as server:
-        with pytest.raises(NotFoundError, match="could not be found in .*shuttle"):
-            OpenMLExperienceReplay("shuttle", 8, tmp_path / "root", download=False, mirror=server.url)
-        source = write_arff(tmp_path / "shuttle.arff", table("shuttle"))
-        for given in (source, None):
-            data = OpenMLExperienceReplay(
-                "shuttle", 8, tmp_path / "root", download=False, mirror=server.url, source=given
-            )
-            assert len(data) == ROWS
-            data.close()
-        assert server.requests == []
 
 
 def test_bad_files_leave_nothing(tmp_path: Path) -> None:

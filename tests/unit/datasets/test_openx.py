@@ -8,6 +8,7 @@ import os
 import pickle
 import tarfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from expstore.datasets import Episode, OpenXExperienceReplay, OpenXReader, impor
 from expstore.datasets.kinds import openx
 from expstore.errors import NotFoundError, SchemaError, StorageError
 from tests.support.data_server import serving_files
+from tests.support.imported_stores import import_rows
+from tests.support.refusals import check_refusals
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of importing torchrl's collectors
@@ -78,20 +81,13 @@ def episodes() -> list[Any]:
     return [episode(number, count, terminal=number != 1) for number, count in enumerate(LENGTHS)]
 
 
-def imported(tmp_path: Path, source: Path, **options: Any) -> tuple[TensorDict, list[Any]]:
-    target = tmp_path / f"{len(list(tmp_path.iterdir()))}.exp"
-    import_dataset(OpenXReader(source, **options), target)
-    with expstore.open(target, mode="r") as rb:
-        facts = "SELECT length, status, info->>'language_instruction' FROM episodes ORDER BY episode_id"
-        return rb[:], rb.sql(facts).fetchall()
-
-
 @pytest.mark.parametrize("piece", [1, 16 << 20])
 def test_episodes(tmp_path: Path, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openx, "_PIECE_BYTES", piece)
-    rows, ends = imported(tmp_path, archive(tmp_path / "raw" / "a.tar", episodes()))
-    word = "open the drawer"
-    assert ends == [(5, "terminated", word), (3, "truncated", word), (8, "terminated", word)]
+    source = archive(tmp_path / "raw" / "a.tar", episodes())
+    rows, ends, facts, _ = import_rows(OpenXReader(source), tmp_path)
+    assert ends == [(5, "terminated"), (3, "truncated"), (8, "terminated")]
+    assert facts == 3 * [{"language_instruction": "open the drawer"}]
     start = 0
     for number, count in enumerate(LENGTHS):
         part = rows[start : start + count]
@@ -104,7 +100,7 @@ def test_episodes(tmp_path: Path, piece: int, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_rows_equal_those_of_torchrls_class(tmp_path: Path) -> None:
-    rows, _ = imported(tmp_path, archive(tmp_path / "raw" / "a.tar", episodes()))
+    rows = import_rows(OpenXReader(archive(tmp_path / "raw" / "a.tar", episodes())), tmp_path).rows
     start = 0
     for number, there in enumerate(episodes()):
         steps = []
@@ -127,7 +123,7 @@ def test_archives_and_folders_of_files_number_their_episodes(tmp_path: Path) -> 
     folder = tmp_path / "archives"
     archive(folder / "b.tar", [{"steps": []}, episode(2, 4)])
     archive(folder / "a.tar", episodes()[:2])
-    rows, ends = imported(tmp_path, folder)
+    rows, ends, *_ = import_rows(OpenXReader(folder), tmp_path)
     assert [length for length, *_ in ends] == [5, 3, 4]
     assert rows["episode"].tolist() == 5 * [0] + 3 * [1] + 4 * [3]  # 2 has no steps
     assert rows["frame"].tolist() == [*range(5), *range(3), *range(4)]
@@ -138,7 +134,7 @@ def test_archives_and_folders_of_files_number_their_episodes(tmp_path: Path) -> 
     for number, value in enumerate(episodes()):
         (files / f"{ID}_{number}.data.pickle").write_bytes(pickle.dumps(value))
     assert len(OpenXReader(files).parts()) == 1
-    rows, _ = imported(tmp_path, files)
+    rows = import_rows(OpenXReader(files), tmp_path).rows
     assert rows["episode"].tolist() == 5 * [0] + 3 * [1] + 8 * [2]
 
 
@@ -152,12 +148,8 @@ def test_the_last_step_may_be_an_observation_only(
 ) -> None:
     monkeypatch.setattr(openx, "_PIECE_BYTES", piece)
     source = archive(tmp_path / "raw" / "a.tar", [*episodes(), episode(3, 1)])
-    rows, ends = imported(tmp_path, source, last_step="observation")
-    assert [(length, status) for length, status, _ in ends] == [
-        (4, "terminated"),
-        (2, "truncated"),
-        (7, "terminated"),
-    ]
+    rows, ends, *_ = import_rows(OpenXReader(source, last_step="observation"), tmp_path)
+    assert ends == [(4, "terminated"), (2, "truncated"), (7, "terminated")]
     there = np.concatenate(
         [[step["observation"]["state"] for step in one["steps"][1:]] for one in episodes()]
     )
@@ -288,21 +280,21 @@ def test_the_class(tmp_path: Path) -> None:
     assert OpenXExperienceReplay.available_datasets == OfTorchRL.available_datasets
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ({"num_slices": 2, "slice_len": 3}, ValueError, "but not both"),
-        ({"streaming": True}, ValueError, "kept as stores"),
-        ({"pad": 0}, RuntimeError, "only with streaming"),
-        ({"num_slices": 2, "shuffle": False}, RuntimeError, "shuffle=False"),
-        ({"num_slices": 2, "sampler": expstore.RandomSampler()}, ValueError, "exclusive with the `sampler`"),
-        ({"split_trajs": True}, NotImplementedError, "split"),
-    ],
-)
-def test_arguments_are_checked(
-    tmp_path: Path, arguments: dict[str, Any], error: type[Exception], text: str
-) -> None:
-    with pytest.raises(error, match=text):
-        OpenXExperienceReplay(ID, 4, root=tmp_path, **arguments)
-    with pytest.raises(ValueError, match="is not one of the data sets"):
-        OpenXExperienceReplay("nothing", 4, root=tmp_path)
+def test_arguments_are_checked(tmp_path: Path) -> None:
+    def open_with(**arguments: Any) -> Callable[[], object]:
+        return lambda: OpenXExperienceReplay(
+            **{"dataset_id": ID, "batch_size": 4, "root": tmp_path, **arguments}
+        )
+
+    both = {"num_slices": 2, "sampler": expstore.RandomSampler()}
+    check_refusals(
+        [
+            (open_with(num_slices=2, slice_len=3), ValueError, "but not both"),
+            (open_with(streaming=True), ValueError, "kept as stores"),
+            (open_with(pad=0), RuntimeError, "only with streaming"),
+            (open_with(num_slices=2, shuffle=False), RuntimeError, "shuffle=False"),
+            (open_with(**both), ValueError, "exclusive with the `sampler`"),
+            (open_with(split_trajs=True), NotImplementedError, "split"),
+            (open_with(dataset_id="nothing"), ValueError, "is not one of the data sets"),
+        ]
+    )

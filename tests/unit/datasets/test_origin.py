@@ -12,7 +12,6 @@ import pytest
 import expstore
 from expstore.cli.app import run
 from expstore.datasets import (
-    AtariDQNExperienceReplay,
     BaseDatasetExperienceReplay,
     D4RLExperienceReplay,
     Origin,
@@ -102,24 +101,6 @@ def test_force_keeps_the_store_if_the_new_source_is_wrong(tmp_path: Path, store:
     assert hidden(tmp_path / "root") == []
 
 
-def test_force_from_the_command_line_keeps_the_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("EXPSTORE_DATA", str(tmp_path / "cache"))
-    monkeypatch.setattr(download, "_ATTEMPTS", 1)
-    file = str(write(tmp_path / "hopper.hdf5", arrays()))
-    name = "d4rl:hopper-medium-v2"
-    assert run(["datasets", "fetch", name, "--source", file]) == 0
-    assert run(["datasets", "fetch", name, "--force", "--mirror", "http://127.0.0.1:1"]) == 1
-    told = capsys.readouterr().err
-    assert "the same call continues" not in told
-    assert "check the address, or pass source=, the .hdf5 file" in " ".join(told.split())
-    assert run(["datasets", "info", name]) == 0
-    assert hidden(tmp_path / "cache") == []
-    with pytest.raises(NotFoundError, match="no longer exists"):
-        AtariDQNExperienceReplay("Pong/1", download="force")
-
-
 def test_force_fetches_the_files_again(tmp_path: Path) -> None:
     public = make_source(tmp_path / "public", parts=2)
     names = sorted(path.name for path in public.iterdir())
@@ -131,13 +112,14 @@ def test_force_fetches_the_files_again(tmp_path: Path) -> None:
         (left / names[0]).write_bytes(b"of an earlier download that was damaged")
         prepare_dataset(there, tmp_path / "root", download="force")
         assert len(server.requests) == 2
-        left.mkdir(parents=True)
-        lock = WriterLock(Disk(), left / "LOCK")
-        try:
-            with pytest.raises(LockedError, match="another process"):
-                prepare_dataset(there, tmp_path / "root", download="force")
-        finally:
+        for how, root in (("force", tmp_path / "root"), (True, tmp_path / "other")):
+            folder = root / ".downloads" / ID
+            folder.mkdir(parents=True)
+            lock = WriterLock(Disk(), folder / "LOCK")
+            with pytest.raises(LockedError, match=f"another process is fetching {ID}"):
+                prepare_dataset(there, root, download=how)
             lock.release()
+        assert len(server.requests) == 2
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ def of_d4rl(*left_out: str) -> dict[str, Any]:
     return {name: rows for name, rows in test_d4rl.arrays().items() if not name.startswith(left_out)}
 
 
+@pytest.mark.some(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "left_out",
@@ -83,6 +84,7 @@ def test_exports_are_recognised_and_imported(tmp_path: Path) -> None:
                 {
                     "observation": steps[:, None] * 1.0,
                     "action": steps,
+                    "run_1": {"observations": steps * 1.0},  # no group of an episode
                     "next": {"reward": steps[:, None] * 1.0, "terminated": steps[:, None] == 3},
                 },
                 [6],

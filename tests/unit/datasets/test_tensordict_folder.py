@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ import pytest
 import torch
 from tensordict import NonTensorData, TensorDict
 
-import expstore
-from expstore.cli.app import run
-from expstore.datasets import TensorDictReader, import_dataset
+from expstore import NotFoundError, SchemaError, StorageError
+from expstore.datasets import TensorDictReader
 from expstore.datasets.kinds import tensordict_folder
-from expstore.errors import NotFoundError, SchemaError, StorageError
+from tests.support.imported_stores import import_rows
+from tests.support.refusals import check_refusals
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of importing torchrl's collectors
@@ -43,13 +44,6 @@ def rows(first: int, count: int, *, every: int = 5) -> TensorDict:
     )
 
 
-def imported(tmp_path: Path, source: Path) -> tuple[TensorDict, list[Any], dict[str, Any]]:
-    target = tmp_path / f"{len(list(tmp_path.iterdir()))}.exp"
-    import_dataset(TensorDictReader(source), target)
-    with expstore.open(target, mode="r") as rb:
-        return rb[:], rb.sql("SELECT length, status FROM episodes ORDER BY episode_id").fetchall(), rb.meta
-
-
 def same(found: TensorDict, wanted: TensorDict) -> bool:
     return all(torch.equal(found[key], wanted[key]) for key in wanted.keys(True, True))
 
@@ -67,7 +61,7 @@ def test_a_memory_map_folder(tmp_path: Path, piece: int, monkeypatch: pytest.Mon
     del said["data"]
     about.write_text(json.dumps(said))
     (about.parent / "other.pickle").write_bytes(b"never read")
-    found, episodes, meta = imported(tmp_path, tmp_path / "td")
+    found, episodes, _, meta = import_rows(TensorDictReader(tmp_path / "td"), tmp_path)
     assert same(found, data.exclude("where", "what"))
     assert episodes == [(5, "terminated"), (5, "truncated"), (1, "cut"), (1, "cut")]
     assert meta["tensordict"] == {"values": {"where": "here"}, "left_out": ["what"]}
@@ -76,7 +70,7 @@ def test_a_memory_map_folder(tmp_path: Path, piece: int, monkeypatch: pytest.Mon
 def test_rows_of_any_keys(tmp_path: Path) -> None:
     data = TensorDict({"X": torch.randn(7, 2), "deep": {"y": torch.arange(7), "z": torch.rand(7) > 0.5}}, [7])
     data.memmap(tmp_path / "td")
-    found, episodes, _ = imported(tmp_path, tmp_path / "td")
+    found, episodes, *_ = import_rows(TensorDictReader(tmp_path / "td"), tmp_path)
     assert same(found, data)
     assert episodes == [(7, "cut")]
 
@@ -88,7 +82,7 @@ def test_a_dump_of_torchrls_buffer(tmp_path: Path, count: int) -> None:
     for first in range(0, count, 3):
         rb.extend(data[first : first + 3])
     rb.dumps(tmp_path / "dump")
-    found, episodes, _ = imported(tmp_path, tmp_path / "dump")
+    found, episodes, *_ = import_rows(TensorDictReader(tmp_path / "dump"), tmp_path)
     assert same(found, data[-10:])  # the oldest row first, as it was written
     assert sum(length for length, _ in episodes) == min(10, count)
 
@@ -97,74 +91,45 @@ def test_interleaved_trajectories(tmp_path: Path) -> None:
     data = torch.stack([rows(0, 10, every=100), rows(50, 10, every=100)], 1).reshape(-1)
     data["collector", "traj_ids"] = torch.arange(20) % 2
     data.memmap(tmp_path / "td")
-    found, episodes, _ = imported(tmp_path, tmp_path / "td")
+    found, episodes, *_ = import_rows(TensorDictReader(tmp_path / "td"), tmp_path)
     assert same(found, data)
     assert episodes == [(10, "cut"), (10, "cut")]
 
 
-@pytest.mark.slow
-def test_a_killed_import_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensordict_folder, "_PIECE_BYTES", 300)
-    data = rows(0, 40)
-    data.memmap(tmp_path / "td")
-    _, whole, _ = imported(tmp_path, tmp_path / "td")
-    for stop in range(3, 40, 7):
-        target = tmp_path / f"stopped{stop}.exp"
+def test_bad_folders_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "td"
+    rows(0, 12).memmap(folder)
+    file, about = folder / "observation.memmap", folder / "meta.json"
+    good, said = file.read_bytes(), json.loads(about.read_text())
 
-        def interrupt(done: int, total: int, stop: int = stop) -> None:
-            if done >= stop:
-                raise KeyboardInterrupt
+    def load(data: bytes | None = good, text: str = "", **changed: Any) -> Callable[[], object]:
+        def act() -> object:
+            file.unlink(missing_ok=True)
+            if data is not None:
+                file.write_bytes(data)
+            field = {"observation": {**said["observation"], **changed}}
+            about.write_text(text or json.dumps({**said, **field}))
+            return TensorDictReader(folder)
 
-        with pytest.raises(KeyboardInterrupt):
-            import_dataset(TensorDictReader(tmp_path / "td"), target, progress=interrupt)
-        assert not target.exists()
-        import_dataset(TensorDictReader(tmp_path / "td"), target)
-        with expstore.open(target, mode="r") as rb:
-            assert same(rb[:], data)
-            found = rb.sql("SELECT length, status FROM episodes ORDER BY episode_id").fetchall()
-            assert found == whole
+        return act
 
-
-def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows(0, 12).memmap(tmp_path / "td")
-    assert run(["import", str(tmp_path / "td"), str(tmp_path / "x.exp")]) == 0
-    assert "holds 12 rows of 3 episodes" in capsys.readouterr().out
-
-
-def test_bad_folders_leave_nothing(tmp_path: Path) -> None:
-    data = rows(0, 12)
-    data.memmap(tmp_path / "td")
-    file, about = tmp_path / "td/observation.memmap", tmp_path / "td/meta.json"
-    good = file.read_bytes()
-    file.write_bytes(good[:-1])
-    with pytest.raises(StorageError, match=r"observation.memmap has 143 bytes; \[12, 3\] float32 needs 144"):
-        TensorDictReader(tmp_path / "td")
-    file.unlink()
-    with pytest.raises(NotFoundError, match="there is no file"):
-        TensorDictReader(tmp_path / "td")
-    file.write_bytes(good)
-    said = json.loads(about.read_text())
-    for change, text in (
-        ({"dtype": "torch.bfloat16"}, "'observation' is torch.bfloat16"),
-        ({"shape": [6, 6]}, "different lengths"),
-        ({"shape": [-1, 1]}, r"has the invalid shape \[-1, 1\]"),
-        ({"shape": "x"}, "has the invalid shape 'x'"),
-    ):
-        about.write_text(json.dumps({**said, "observation": {**said["observation"], **change}}))
-        with pytest.raises(SchemaError, match=text):
-            TensorDictReader(tmp_path / "td")
-    huge = {**said["observation"], "shape": [2**40, 2**40]}  # the product overflows 64 bits
-    about.write_text(json.dumps({**said, "observation": huge}))
-    with pytest.raises(StorageError, match=f"float32 needs {2**82}"):
-        TensorDictReader(tmp_path / "td")
-    about.write_text(json.dumps({**said, "../../x": said["observation"]}))
-    with pytest.raises(SchemaError, match="which is not a valid field name"):
-        TensorDictReader(tmp_path / "td")
-    about.write_text("{")
-    with pytest.raises(SchemaError, match="is neither a memory-map folder"):
-        TensorDictReader(tmp_path / "td")
-    with pytest.raises(NotFoundError, match="there is no folder"):
-        TensorDictReader(tmp_path / "nothing")
+    size = r"observation.memmap has 143 bytes; \[12, 3\] float32 needs 144"
+    strange = json.dumps({**said, "../../x": said["observation"]})
+    check_refusals(
+        [
+            (load(good[:-1]), StorageError, size),
+            (load(None), NotFoundError, "there is no file"),
+            (load(dtype="torch.bfloat16"), SchemaError, "'observation' is torch.bfloat16"),
+            (load(shape=[6, 6]), SchemaError, "different lengths"),
+            (load(shape=[-1, 1]), SchemaError, r"has the invalid shape \[-1, 1\]"),
+            (load(shape="x"), SchemaError, "has the invalid shape 'x'"),
+            # The product overflows 64 bits.
+            (load(shape=[2**40, 2**40]), StorageError, f"float32 needs {2**82}"),
+            (load(text=strange), SchemaError, "which is not a valid field name"),
+            (load(text="{"), SchemaError, "is neither a memory-map folder"),
+            (lambda: TensorDictReader(tmp_path / "nothing"), NotFoundError, "there is no folder"),
+        ]
+    )
 
 
 @pytest.mark.parametrize("cursor", [99, -1, "x", 2.5])

@@ -10,12 +10,11 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
 
-import expstore
+from expstore import NotFoundError, SchemaError, StorageError
 from expstore.datasets import VD4RLReader, import_dataset
 from expstore.datasets.kinds import vd4rl
-from expstore.errors import NotFoundError, SchemaError, StorageError
+from tests.support.imported_stores import import_rows
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of importing torchrl's collectors
@@ -45,19 +44,12 @@ def write(folder: Path) -> Path:
     return folder
 
 
-def imported(tmp_path: Path, source: Path) -> tuple[TensorDict, list[Any]]:
-    target = tmp_path / f"{len(list(tmp_path.iterdir()))}.exp"
-    import_dataset(VD4RLReader(source), target)
-    with expstore.open(target, mode="r") as rb:
-        return rb[:], rb.sql("SELECT length, status FROM episodes ORDER BY episode_id").fetchall()
-
-
 @pytest.mark.parametrize("piece", [1, 16 << 20])
 def test_steps_lead_from_an_image_to_the_next(
     tmp_path: Path, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vd4rl, "_PIECE_BYTES", piece)
-    rows, ends = imported(tmp_path, write(tmp_path / "raw"))
+    rows, ends, *_ = import_rows(VD4RLReader(write(tmp_path / "raw")), tmp_path)
     assert ends == [(5, "truncated"), (3, "terminated")]
     for start, stop, seed, count in ((0, 5, 1, 6), (5, 8, 2, 4)):
         there, part = episode(count, seed), rows[start:stop]
@@ -82,7 +74,7 @@ def test_several_episodes_in_one_hdf5_file(tmp_path: Path) -> None:
         discount = np.ones(12, "f4")
         discount[7] = 0
         file["discount"], file["step_type"] = discount, np.concatenate(kinds)
-    rows, ends = imported(tmp_path, tmp_path / "all.hdf5")
+    rows, ends, *_ = import_rows(VD4RLReader(tmp_path / "all.hdf5"), tmp_path)
     assert ends == [(4, "truncated"), (2, "terminated"), (3, "cut")]
     assert rows["pixels"].shape == (9, 3, 64, 64)
     np.testing.assert_array_equal(rows["next", "pixels"][4:6].numpy(), images[6:8])
@@ -91,7 +83,7 @@ def test_several_episodes_in_one_hdf5_file(tmp_path: Path) -> None:
 def test_rows_equal_those_of_torchrls_class(tmp_path: Path) -> None:
     """TorchRL takes actions and rewards as they stand: a row late, with a row too many per episode."""
     folder = write(tmp_path / "raw")
-    rows, _ = imported(tmp_path, folder)
+    rows = import_rows(VD4RLReader(folder), tmp_path).rows
     start = 0
     for name, count in (("a", 6), ("b", 4)):
         theirs = VD4RLExperienceReplay._process_data(_from_npz(folder / f"{name}.npz"))

@@ -19,8 +19,8 @@ from expstore.disk.source_links import check_links
 from expstore.errors import StorageError
 from expstore.exchange import export_arrow, export_parquet, import_arrow, import_parquet
 from tests.support.linked_files import link_files
+from tests.support.minari_sets import write_old_minari
 from tests.unit.datasets.test_lerobot import write_v3
-from tests.unit.datasets.test_minari_folder import plain
 from tests.unit.datasets.test_rlds import small
 
 ROWS = 20
@@ -67,7 +67,7 @@ def _reader(form: str) -> Callable[[Path, Path], object]:
 #: How a data set is made and imported, and the file of it that becomes a link.
 SOURCES: dict[str, tuple[Callable[[Path], Any], Callable[[Path, Path], object], str]] = {
     "tensordict": (_memmap, _reader("tensordict"), "observation.memmap"),
-    "minari": (plain, _reader("minari"), "data/main_data.hdf5"),
+    "minari": (write_old_minari, _reader("minari"), "data/main_data.hdf5"),
     "lerobot": (write_v3, _reader("lerobot"), "data/chunk-000/file-001.parquet"),
     "rlds": (_rlds, _reader("rlds"), "features.json"),
     "vd4rl": (_vd4rl, _reader("vd4rl"), "a.npz"),

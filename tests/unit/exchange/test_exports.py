@@ -1,9 +1,10 @@
-"""What all exports share, tested by two of them: whole or not at all, complete rows, names, errors."""
+"""What exports and imports share: whole or not at all, complete rows, names, bits, errors."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,18 +14,31 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict
 
 import expstore
+from expstore import exchange
+from expstore.cli.app import run
 from expstore.core import tuning
 from expstore.disk.files import Disk
 from expstore.disk.writer_lock import WriterLock
 from expstore.errors import LockedError, SchemaError, StateError, StorageError
 from expstore.exchange import export_npz, export_parquet, npz, rows
 from expstore.exchange.foreign_rows import SCALARS, their_path
+from expstore.exchange.formats import EXPORTS
+from tests.support.buffer_bytes import held as held_bytes
+from tests.support.case_selection import in_full, share
 from tests.support.commands import Cli
+from tests.support.exchange_formats import BY_STEPS, CONTROL_FIELDS, ROUND_TRIPS, control_rows
 from tests.support.typed_rows import typed_buffer, typed_rows
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
+
+
+def stop(done: int, total: int) -> None:
+    raise KeyboardInterrupt
 
 
 def held(rb: expstore.TensorDictReplayBuffer) -> dict[str, np.ndarray]:
@@ -77,8 +91,11 @@ def test_other_programs_read_what_the_store_holds(
     assert sorted(os.listdir(tmp_path)) == ["out.npz", "run.exp"]
 
 
-def test_rows_are_read_a_piece_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "EXCHANGE_BYTES", 64 * 3600)
+@pytest.mark.some(2)
+@pytest.mark.parametrize("name", EXPORTS)
+def test_no_export_holds_more_than_a_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     asked = []
 
     def counted(storage: Any, ids: Any, places: Any) -> Any:
@@ -87,29 +104,79 @@ def test_rows_are_read_a_piece_at_a_time(tmp_path: Path, monkeypatch: pytest.Mon
 
     read = rows.read_present
     monkeypatch.setattr(rows, "read_present", counted)
-    told = []
-    with typed_buffer(tmp_path / "run.exp", 230) as rb:
-        done = export_npz(rb.storage, tmp_path / "out.npz", progress=lambda *how_far: told.append(how_far))
-    assert max(asked) <= 64
-    assert sum(asked) == done.rows == 230
-    assert [bytes_done for bytes_done, _ in told] == sorted({bytes_done for bytes_done, _ in told})
+    monkeypatch.setattr(tuning, "EXCHANGE_ROWS", 16)
+    told: list[tuple[int, int]] = []
+    with expstore.open(tmp_path / "run.exp") as rb:
+        rb.extend(control_rows(0, 200, every=50))
+        export = getattr(exchange, f"export_{name}")
+        done = export(
+            rb, tmp_path / "out", fields=CONTROL_FIELDS, progress=lambda *how_far: told.append(how_far)
+        )
+    assert max(asked) <= 16
+    assert sum(asked) == done.rows == 200
+    assert told == sorted(told)
+    assert len(told) > 10
     assert told[-1][0] == told[-1][1]
 
 
-def test_only_some_fields(tmp_path: Path) -> None:
-    with typed_buffer(tmp_path / "run.exp", 60) as rb:
-        expected = held(rb)
-        done = export_npz(rb.storage, tmp_path / "out.npz", fields=["next.frame", "number"])
-        with pytest.raises(SchemaError, match=r"no field 'next.frames'.*next\.frame"):
-            export_npz(rb.storage, tmp_path / "other.npz", fields=["number", "next.frames"])
-    found = arrays_of(tmp_path / "out.npz")
-    assert found.keys() == {"_episode", "next/frame", "number", "terminals", "timeouts"}
-    check_same(
-        {name: found[name] for name in ("_episode", "next/frame", "number")},
-        {name: expected[name] for name in ("_episode", "next/frame", "number")},
+@pytest.mark.parametrize("form", sorted(ROUND_TRIPS))
+def test_fields_that_describe_episodes_may_be_left_out(tmp_path: Path, form: str) -> None:
+    out, back = ROUND_TRIPS[form]
+    keys = expstore.EpisodeKeys(traj="robot", done=[("next", "fell")], reward=("next", "score"))
+    with expstore.open(tmp_path / "run.exp", episodes=keys) as rb:
+        following = {"score": torch.ones(6, 1), "fell": torch.tensor([0, 0, 1, 0, 0, 1]).bool()[:, None]}
+        rb.extend(TensorDict({"x": torch.arange(6), "robot": torch.zeros(6).long(), "next": following}, [6]))
+        out(rb, tmp_path / "out", fields=["x", "next.score"])
+    back(tmp_path / "out", tmp_path / "back.exp")
+    with expstore.open(tmp_path / "back.exp", mode="r") as again:
+        assert again.sql('SELECT length, "return" FROM episodes').fetchall() == [(3, 3.0), (3, 3.0)]
+        assert set(again.schema.keys) == {("x",), ("next", "score")}
+
+
+DTYPES = ["?", "u1", "i1", "i2", "i4", "i8", "u2", "u4", "u8", "f2", "f4", "f8", "c8"]
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> TensorDict:
+    """Fields of any names, dtypes and shapes, of any bits."""
+    count = draw(st.integers(1, 30))
+    names = st.text("abZ_.- 9", min_size=1, max_size=4).filter(
+        lambda n: n.strip() == n and n.strip(".") and not n.startswith("_")
     )
-    assert done.fields == ("number", "next.frame")
-    assert sorted(os.listdir(tmp_path)) == ["out.npz", "run.exp"]
+    data = TensorDict({}, [count])
+    for number, depth in enumerate(draw(st.lists(st.integers(0, 2), min_size=1, max_size=4))):
+        key = ("f", *draw(st.lists(names, min_size=depth, max_size=depth)), f"x{number}")
+        shape = draw(st.sampled_from([(), (1,), (3,), (2, 2), (1, 1), (1, 2, 1)]))
+        dtype = np.dtype(draw(st.sampled_from(DTYPES)))
+        rng = np.random.default_rng(draw(st.integers(0, 1000)))
+        raw = rng.integers(0, 256, (count, *shape, dtype.itemsize), dtype=np.uint8)
+        values = (raw & 1 if dtype == np.bool_ else raw).view(dtype)
+        data[key] = torch.from_numpy(values.reshape(count, *shape))
+    return data
+
+
+@pytest.mark.slow
+@share(0.25, of=40)  # each makes two stores
+@given(data=tables(), form=st.sampled_from(sorted(ROUND_TRIPS)))
+def test_whatever_bits_come_back(
+    tmp_path_factory: pytest.TempPathFactory, data: TensorDict, form: str
+) -> None:
+    folder = tmp_path_factory.mktemp("bits")
+    out, back = ROUND_TRIPS[form]
+    try:
+        rb = expstore.open(folder / "run.exp", seed=0)
+        rb.extend(data)
+    except SchemaError:  # names that no store takes
+        return
+    with rb:
+        out(rb, folder / "out")
+        back(folder / "out", folder / "back.exp")
+        with expstore.open(folder / "back.exp", mode="r") as again:
+            assert held_bytes(rb, BY_STEPS) == held_bytes(again, BY_STEPS)
+            assert rb.schema == again.schema
+
+
+test_whatever_bits_come_back_in_full = pytest.mark.torture(in_full(test_whatever_bits_come_back))
 
 
 def test_a_target_that_is_there_is_left_alone(tmp_path: Path) -> None:
@@ -127,38 +194,70 @@ def test_a_target_that_is_there_is_left_alone(tmp_path: Path) -> None:
 
 
 class FullDisk(Disk):
-    """Have no space for arrays."""
+    """Have no space for rows."""
 
     def gate(self, act: str, path: Path) -> None:
-        if act == "write" and path.suffix == ".part":
+        rows_of_tables = path.name in ("00000.parquet", "rows.arrow") or "00000.parquet" in path.parts
+        if rows_of_tables or (act == "write" and path.suffix == ".part"):
             raise OSError(28, "No space left on device")
 
 
 @pytest.mark.guarantee("exchange/exports")
-@pytest.mark.slow
-def test_nothing_is_left_of_one_that_ended_early(tmp_path: Path) -> None:
-    def stop(done: int, total: int) -> None:
-        raise KeyboardInterrupt
-
-    with typed_buffer(tmp_path / "run.exp", 60) as rb:
-        with pytest.raises(KeyboardInterrupt):
-            export_npz(rb.storage, tmp_path / "out.npz", progress=stop)
-        assert os.listdir(tmp_path) == ["run.exp"]
+@pytest.mark.parametrize("name", ["arrow", "npz", "parquet"])
+def test_a_full_disk_leaves_nothing(tmp_path: Path, name: str) -> None:
+    with expstore.open(tmp_path / "run.exp") as rb:
+        rb.extend(control_rows(0, 60))
         with pytest.raises(StorageError, match="No space"):
-            export_npz(rb.storage, tmp_path / "out.npz", disk=FullDisk())
+            getattr(exchange, f"export_{name}")(rb, tmp_path / "out", disk=FullDisk())
+    assert os.listdir(tmp_path) == ["run.exp"]
+
+
+@pytest.mark.guarantee("exchange/exports")
+@pytest.mark.some(2)
+@pytest.mark.parametrize("name", EXPORTS)
+def test_nothing_is_left_of_an_export_that_ended_early(tmp_path: Path, name: str) -> None:
+    target, scrap = tmp_path / "out", tmp_path / "out.tmp"
+    with expstore.open(tmp_path / "run.exp") as rb:
+        rb.extend(control_rows(0, 60))
+
+        def export(**options: Any) -> Any:
+            return getattr(exchange, f"export_{name}")(rb, target, fields=CONTROL_FIELDS, **options)
+
+        with pytest.raises(KeyboardInterrupt):
+            export(progress=stop)
         assert os.listdir(tmp_path) == ["run.exp"]
-        scrap = tmp_path / "out.npz.tmp"  # of one that was killed
-        (scrap / "frame/c").mkdir(parents=True)
-        (scrap / "number").write_text("half")
+        scrap.mkdir()
+        (scrap / "number").write_text("half")  # of one that was killed
         lock = WriterLock(Disk(), scrap / "LOCK")
-        with pytest.raises(LockedError, match=r"another process or thread exports to .*out\.npz"):
-            export_npz(rb.storage, tmp_path / "out.npz")
+        with pytest.raises(LockedError, match="another process or thread exports to .*out"):
+            export()
         assert (scrap / "number").read_text() == "half"
         lock.release()
-        expected = held(rb)
-        export_npz(rb.storage, tmp_path / "out.npz")
-    check_same(arrays_of(tmp_path / "out.npz"), expected)
-    assert sorted(os.listdir(tmp_path)) == ["out.npz", "run.exp"]
+        assert export().rows == 60
+        with pytest.raises(StateError, match="out exists already"):
+            export()
+    assert sorted(os.listdir(tmp_path)) == ["out", "run.exp"]
+
+
+@pytest.mark.parametrize("form", sorted(ROUND_TRIPS))
+def test_nothing_is_left_of_an_import_that_ended_early(tmp_path: Path, form: str) -> None:
+    out, back = ROUND_TRIPS[form]
+    with expstore.open(tmp_path / "run.exp") as rb:
+        rb.extend(control_rows(0, 60))
+        out(rb, tmp_path / "out")
+    with pytest.raises(KeyboardInterrupt):
+        back(tmp_path / "out", tmp_path / "back.exp", progress=stop)
+    assert sorted(os.listdir(tmp_path)) == ["out", "run.exp"]
+    for target in (tmp_path / "run.exp", tmp_path / "run.exp/x"):
+        with pytest.raises(StateError):
+            back(tmp_path / "out", target)
+    (tmp_path / "back.exp.tmp/journal").mkdir(parents=True)
+    lock = WriterLock(Disk(), tmp_path / "back.exp.tmp/LOCK")
+    with pytest.raises(LockedError, match="another process or thread imports to"):
+        back(tmp_path / "out", tmp_path / "back.exp")
+    lock.release()
+    assert back(tmp_path / "out", tmp_path / "back.exp").rows == 60
+    assert sorted(os.listdir(tmp_path)) == ["back.exp", "out", "run.exp"]
 
 
 @pytest.mark.guarantee("exchange/exports")
@@ -243,31 +342,51 @@ STOPPED = """
 import os, signal, sys
 from expstore.cli import app
 from expstore.core import tuning
-from expstore.exchange import npz
+from expstore.exchange import fill, npz, rows
 from expstore.disk.files import Disk
 
+number = int(sys.argv.pop())
+
 def interrupted(call):
-    def wrapped(*args):
-        os.kill(os.getpid(), signal.SIGINT)
-        return call(*args)
+    def wrapped(*args, **named):
+        os.kill(os.getpid(), number)
+        return call(*args, **named)
     return wrapped
 
-npz._Writer.add = interrupted(npz._Writer.add)
-Disk.remove_tree = interrupted(Disk.remove_tree)
-tuning.EXCHANGE_BYTES = 64 * 4000
+tuning.EXCHANGE_ROWS, tuning.EXCHANGE_BYTES = 64, 64 * 4000
+if sys.argv[1] == "export":
+    rows.Rows.read = interrupted(rows.Rows.read)
+    Disk.remove_tree = interrupted(Disk.remove_tree)  # a second one, while it cleans up
+else:
+    fill.Filler.put = interrupted(fill.Filler.put)
 app.main()
 """
 
 
 @pytest.mark.slow
-def test_a_second_interrupt_does_not_disturb_the_cleaning_up(tmp_path: Path) -> None:
+@pytest.mark.some(1)
+@pytest.mark.parametrize("form", sorted(ROUND_TRIPS))
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_interrupted_or_killed_from_the_command_line(tmp_path: Path, form: str, number: int) -> None:
     typed_buffer(tmp_path / "run.exp", 300).close()
-    arguments = ["export", str(tmp_path / "run.exp"), str(tmp_path / "out.npz"), "--npz"]
-    done = subprocess.run([sys.executable, "-c", STOPPED, *arguments], capture_output=True, text=True)
-    assert done.returncode == 130
-    assert done.stderr.startswith("note: the export will not contain row ids")
-    assert done.stderr.count("\n") == 1
-    assert os.listdir(tmp_path) == ["run.exp"]
+    store, out, again = (str(tmp_path / name) for name in ("run.exp", "out", "back.exp"))
+
+    def end_early(*arguments: str) -> str:
+        command = [sys.executable, "-c", STOPPED, *arguments, str(int(number))]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == (130 if number == signal.SIGINT else -9)
+        return done.stderr
+
+    said = end_early("export", store, out, f"--{form}")
+    assert "Traceback" not in said
+    assert os.listdir(tmp_path) == ["run.exp"] or number == signal.SIGKILL
+    assert run(["export", store, out, f"--{form}"]) == 0
+    end_early("import", out, again)
+    assert not (tmp_path / "back.exp").exists()
+    assert run(["import", out, again]) == 0
+    assert sorted(os.listdir(tmp_path)) == ["back.exp", "out", "run.exp"]
+    with expstore.open(store, mode="r") as first, expstore.open(again, mode="r") as second:
+        assert held_bytes(first, BY_STEPS) == held_bytes(second, BY_STEPS)
 
 
 def interrupt(*_: object) -> int:
@@ -277,14 +396,20 @@ def interrupt(*_: object) -> int:
 ALONE = """
 import sys
 from expstore.cli.app import run
-assert run(["export", sys.argv[1], sys.argv[2], "--npz"]) == 0
+folder = sys.argv[1]
+for source, form in (("run", "npz"), ("run", "parquet"), ("texts", "arrow")):
+    assert run(["export", f"{folder}/{source}.exp", f"{folder}/{form}", f"--{form}"]) == 0
+    assert run(["import", f"{folder}/{form}", f"{folder}/{form}.exp"]) == 0
 print("torch" in sys.modules)
 """
 
 
 @pytest.mark.slow
-def test_a_packed_store_needs_no_torch(tmp_path: Path) -> None:
+def test_exports_and_imports_need_no_torch(tmp_path: Path) -> None:
     typed_buffer(tmp_path / "run.exp", 60).close()
-    command = [sys.executable, "-c", ALONE, str(tmp_path / "run.exp"), str(tmp_path / "out.npz")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    with expstore.open(tmp_path / "texts.exp", layout="arrow") as rb:
+        rb.extend({"prompt": ["a", "bc"], "number": np.arange(2)})
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, str(tmp_path)], capture_output=True, text=True, check=True
+    )
     assert done.stdout.endswith("False\n")

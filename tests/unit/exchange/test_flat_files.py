@@ -6,7 +6,6 @@ import json
 import os
 import re
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,58 +13,33 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 
 import expstore
 from expstore import exchange
 from expstore.cli.app import run
 from expstore.core import tuning
-from expstore.errors import NotFoundError, SchemaError, StateError, StorageError
-from expstore.exchange import export_hdf5, export_npz, foreign_rows, import_hdf5, import_npz
-from expstore.exchange import rows as exchange_rows
+from expstore.errors import NotFoundError, SchemaError, StorageError
+from expstore.exchange import foreign_rows, import_hdf5, import_npz
 from expstore.exchange.base import import_library
-from expstore.exchange.formats import EXPORTS
 from expstore.schema import arrow_types
 from expstore.schema.schema import Field, Schema
 from expstore.storages.read_view import keys_for
 from tests.support.buffer_bytes import held
-from tests.support.case_selection import in_full, share
+from tests.support.exchange_formats import BY_STEPS, FLAT, control_rows
 from tests.support.hdf5_damage import damage_header
+from tests.unit.datasets.test_d4rl import arrays
 
 h5py = pytest.importorskip("h5py", reason="the extra expstore[h5] is not installed")
-
-FORMATS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "hdf5": (export_hdf5, import_hdf5),
-    "npz": (export_npz, import_npz),
-}
-
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 
 
-@pytest.fixture(params=sorted(FORMATS))
+@pytest.fixture(params=sorted(FLAT))
 def form(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def rows(first: int, count: int, every: int = 9) -> TensorDict:
-    number = torch.arange(first, first + count)
-    data = TensorDict({"action": number % 4}, [count])
-    data["observation", "pixels"] = (number[:, None, None] + torch.arange(36).reshape(6, 6)).to(torch.uint8)
-    data["observation", "state"] = number[:, None].to(torch.bfloat16) * torch.ones(3, dtype=torch.bfloat16)
-    data["next", "observation", "pixels"] = data["observation", "pixels"] + 1
-    data["next", "reward"] = torch.where(number % 5 == 0, -0.0, number.float())[:, None]
-    data["next", "terminated"] = (number % every == every - 1)[:, None]
-    data["next", "truncated"] = (number % 20 == 15)[:, None]
-    data["collector", "traj_ids"] = number // every
-    data["wave"] = torch.complex(number.float(), -number.float())
-    return data
-
-
-#: Formats whose rows stand episode after episode.
-BY_STEPS = "_episode, _step"
 EPISODES = (
     "SELECT length, \"return\", CASE WHEN status = 'open' THEN 'cut' ELSE status END FROM episodes "
     "WHERE live_rows > 0 ORDER BY episode_id"
@@ -91,14 +65,14 @@ def test_rows_come_back_as_they_were(
 ) -> None:
     """Those of an episode behind one another, in several pieces, from two lanes that interleave."""
     monkeypatch.setattr(tuning, "EXCHANGE_ROWS", 64)
-    out, back = FORMATS[form]
+    out, back = FLAT[form]
     path = tmp_path / f"out.{form}"
     with expstore.open(tmp_path / "run.exp", capacity=capacity, meta={"a": [1]}) as rb:
         for first in range(0, 280, 20):
-            rb.extend(torch.stack([rows(first, 20), rows(first + 1000, 20)]))
+            rb.extend(torch.stack([control_rows(first, 20), control_rows(first + 1000, 20)]))
         done = out(rb, path)
         assert done.rows == len(rb)
-        arrays = arrays_of(path)
+        stored = arrays_of(path)
         assert back(path, tmp_path / "back.exp").rows == done.rows
         with expstore.open(tmp_path / "back.exp", mode="r") as again:
             assert held(rb, BY_STEPS) == held(again, BY_STEPS)
@@ -107,16 +81,16 @@ def test_rows_come_back_as_they_were(
             assert again.storage.capacity == capacity
             if capacity is None:
                 assert rb.sql(EPISODES).fetchall() == again.sql(EPISODES).fetchall()
-    shapes = {name: array.shape[1:] for name, array in arrays.items()}
+    shapes = {name: array.shape[1:] for name, array in stored.items()}
     shapes.pop("expstore", None)
     assert shapes == {
         **{"actions": (), "rewards": (), "terminals": (), "timeouts": (), "_episode": (), "wave": ()},
         **{"observations/pixels": (6, 6), "observations/state": (3,), "next_observations/pixels": (6, 6)},
         "collector/traj_ids": (),
     }
-    assert arrays["terminals"].dtype == bool
-    assert arrays["observations/state"].dtype == np.float32
-    assert (arrays["next_observations/pixels"] == arrays["observations/pixels"] + 1).all()
+    assert stored["terminals"].dtype == bool
+    assert stored["observations/state"].dtype == np.float32
+    assert (stored["next_observations/pixels"] == stored["observations/pixels"] + 1).all()
     assert sorted(os.listdir(tmp_path)) == ["back.exp", f"out.{form}", "run.exp"]
     assert run(["verify", str(tmp_path / "back.exp")]) == 0
 
@@ -124,7 +98,7 @@ def test_rows_come_back_as_they_were(
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [None, expstore.EpisodeKeys(done=["dones"], reward="rewards")])
 def test_names_that_mean_something_in_other_files_come_back(tmp_path: Path, form: str, keys: Any) -> None:
-    out, back = FORMATS[form]
+    out, back = FLAT[form]
     dones = torch.tensor([0, 0, 1, 0, 0, 1]).bool()
     data = {name: torch.arange(6) for name in ("obs", "observation", "actions", "rewards", "metadata")}
     nested = {"sensor.v1": torch.ones(6, 2), "infos": {"a.b": torch.ones(6)}, "next": {"obs": torch.ones(6)}}
@@ -148,25 +122,12 @@ def test_names_that_mean_something_in_other_files_come_back(tmp_path: Path, form
         assert ("action",) not in mapped.schema
 
 
-def test_fields_that_describe_episodes_may_be_left_out(tmp_path: Path, form: str) -> None:
-    out, back = FORMATS[form]
-    keys = expstore.EpisodeKeys(traj="robot", done=[("next", "fell")], reward=("next", "score"))
-    with expstore.open(tmp_path / "run.exp", episodes=keys) as rb:
-        following = {"score": torch.ones(6, 1), "fell": torch.tensor([0, 0, 1, 0, 0, 1]).bool()[:, None]}
-        rb.extend(TensorDict({"x": torch.arange(6), "robot": torch.zeros(6).long(), "next": following}, [6]))
-        out(rb, tmp_path / f"out.{form}", fields=["x", "next.score"])
-    back(tmp_path / f"out.{form}", tmp_path / "back.exp")
-    with expstore.open(tmp_path / "back.exp", mode="r") as again:
-        assert again.sql('SELECT length, "return" FROM episodes').fetchall() == [(3, 3.0), (3, 3.0)]
-        assert set(again.schema.keys) == {("x",), ("next", "score")}
-
-
 def test_ends_are_there_though_no_field_says_them(tmp_path: Path, form: str) -> None:
-    out, back = FORMATS[form]
+    out, back = FLAT[form]
     path = tmp_path / f"out.{form}"
     with expstore.open(tmp_path / "run.exp") as rb:
         for lane in range(3):
-            data = rows(100 * lane, 10).select("action", ("collector", "traj_ids"))
+            data = control_rows(100 * lane, 10).select("action", ("collector", "traj_ids"))
             data["collector", "traj_ids"] = torch.full((10,), lane)
             rb.extend(data, source=f"robot {lane}")
         out(rb, path, fields=["action"])
@@ -177,45 +138,6 @@ def test_ends_are_there_though_no_field_says_them(tmp_path: Path, form: str) -> 
         with expstore.open(tmp_path / "back.exp", mode="r") as again:
             assert again.schema.keys == (("action",),)
             assert again.sql("SELECT length, status FROM episodes").fetchall() == [(10, "cut")] * 3
-
-
-DTYPES = ["?", "u1", "i1", "i2", "i4", "i8", "u2", "u4", "u8", "f2", "f4", "f8", "c8"]
-
-
-@pytest.mark.slow
-@share(0.25, of=20)  # each makes two stores
-@given(
-    kinds=st.lists(st.sampled_from(DTYPES), min_size=1, max_size=4),
-    shape=st.sampled_from([(), (1,), (2, 3)]),
-    count=st.integers(1, 20),
-    seed=st.integers(0, 99),
-    form=st.sampled_from(sorted(FORMATS)),
-)
-def test_whatever_bits_come_back(
-    tmp_path_factory: pytest.TempPathFactory,
-    kinds: list[str],
-    shape: tuple[int, ...],
-    count: int,
-    seed: int,
-    form: str,
-) -> None:
-    folder, rng = tmp_path_factory.mktemp("bits"), np.random.default_rng(seed)
-    data = TensorDict({}, [count])
-    names = ["observation", ("next", "observation"), ("info", "a"), ("deep", "x", "y")]
-    for name, kind in zip(names, kinds, strict=False):
-        raw = rng.integers(0, 256, (count, *shape, np.dtype(kind).itemsize), dtype=np.uint8)
-        data[name] = torch.from_numpy((raw & 1 if kind == "?" else raw).view(kind).reshape(count, *shape))
-    out, back = FORMATS[form]
-    with expstore.open(folder / "run.exp") as rb:
-        rb.extend(data)
-        out(rb, folder / f"out.{form}")
-        back(folder / f"out.{form}", folder / "back.exp")
-        with expstore.open(folder / "back.exp", mode="r") as again:
-            assert held(rb, BY_STEPS) == held(again, BY_STEPS)
-            assert rb.schema == again.schema
-
-
-test_whatever_bits_come_back_in_full = pytest.mark.torture(in_full(test_whatever_bits_come_back))
 
 
 # -- files of others ------------------------------------------------------------------------------------
@@ -231,29 +153,16 @@ def save(path: Path, arrays: dict[str, Any]) -> Path:
     return path
 
 
-def d4rl(path: Path, lengths: tuple[int, ...] = (4, 5, 3), **more: Any) -> Path:
-    """Three episodes, as D4RL has them: one terminates, one is truncated, one is cut without a word."""
-    ends = np.cumsum(lengths) - 1
-    full = [np.arange(100 * n, 100 * n + length + 1) for n, length in enumerate(lengths, 1)]
-    observations = np.concatenate([part[:-1] for part in full])[:, None].repeat(3, 1).astype("f4")
-    following = np.concatenate([part[1:] for part in full])[:, None].repeat(3, 1).astype("f4")
-    flags = np.zeros((2, sum(lengths)), bool)
-    flags[0, ends[0]] = flags[1, ends[1]] = True
-    arrays = {
-        "observations": observations,
-        "next_observations": following,
-        "actions": np.zeros((sum(lengths), 2), "f4"),
-        "rewards": np.arange(sum(lengths), dtype="f4"),
-        "terminals": flags[0],
-        "timeouts": flags[1],
-        "infos/qpos": observations[:, :2],
-    }
-    return save(path, {name: array for name, array in {**arrays, **more}.items() if array is not None})
+def d4rl(path: Path, **more: Any) -> Path:
+    """Write D4RL's three episodes of 4, 5 and 3 steps, with other arrays in place of some, or without."""
+    names = ("observations", "next_observations", "actions", "rewards", "terminals", "timeouts", "infos/qpos")
+    values = {**{name: one for name, one in arrays().items() if name in names}, **more}
+    return save(path, {name: one for name, one in values.items() if one is not None})
 
 
 def test_a_d4rl_file_becomes_a_store(tmp_path: Path, form: str) -> None:
     path = d4rl(tmp_path / f"x.{form}", **{"metadata/algorithm": np.bytes_("SAC")} if form == "hdf5" else {})
-    done = FORMATS[form][1](path, tmp_path / "x.exp")
+    done = FLAT[form][1](path, tmp_path / "x.exp")
     assert (done.rows, done.kept, done.episodes) == (12, 12, 3)
     assert set(done.fields) == {
         *("observation", "action", "info.qpos"),
@@ -276,12 +185,12 @@ def test_seams_without_a_flag_end_episodes(
     path = d4rl(tmp_path / f"x.{form}", terminals=none, timeouts=none)
     for size in (1, 4, 5, 100):
         monkeypatch.setattr(tuning, "EXCHANGE_ROWS", size)
-        assert FORMATS[form][1](path, tmp_path / f"{size}.exp").episodes == 3
+        assert FLAT[form][1](path, tmp_path / f"{size}.exp").episodes == 3
         with expstore.open(tmp_path / f"{size}.exp", mode="r") as rb:
             found = rb.sql("SELECT _episode, _step FROM transitions ORDER BY _id").fetchall()
             assert found == [(n, s) for n, c in ((1, 4), (2, 5), (3, 3)) for s in range(c)]
     path = d4rl(tmp_path / f"y.{form}", next_observations=None, timeouts=None, terminals=np.eye(12)[5])
-    assert FORMATS[form][1](path, tmp_path / "y.exp").episodes == 2
+    assert FLAT[form][1](path, tmp_path / "y.exp").episodes == 2
     with expstore.open(tmp_path / "y.exp", mode="r") as rb:
         assert rb.sql("SELECT length, status FROM episodes").fetchall() == [(6, "terminated"), (6, "cut")]
         assert rb.schema["next", "terminated"].dtype == "bool"
@@ -348,7 +257,7 @@ def test_bad_files_are_refused_and_leave_nothing(tmp_path: Path, form: str) -> N
         bad.append((tmp_path / "in" / name, StorageError, "cannot read"))
     for path, kind, words in bad:
         with pytest.raises(kind, match=words):
-            FORMATS[form][1](path, tmp_path / "back.exp")
+            FLAT[form][1](path, tmp_path / "back.exp")
     assert os.listdir(tmp_path) == ["in"]
 
 
@@ -387,59 +296,12 @@ def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert sorted(os.listdir(tmp_path)) == ["x.exp", "x.npz", "y.exp", "y.npz"]
 
 
-def test_nothing_is_left_of_what_ended_early(tmp_path: Path, form: str) -> None:
-    def stop(done: int, total: int) -> None:
-        raise KeyboardInterrupt
-
-    out, back = FORMATS[form]
-    path = tmp_path / f"out.{form}"
-    with expstore.open(tmp_path / "run.exp") as rb:
-        rb.extend(rows(0, 50))
-        with pytest.raises(KeyboardInterrupt):
-            out(rb, path, progress=stop)
-        assert os.listdir(tmp_path) == ["run.exp"]
-        with pytest.raises(StateError, match="would lie inside the store"):
-            out(rb, tmp_path / f"run.exp/out.{form}")
-        out(rb, path)
-        with pytest.raises(StateError, match="exists already"):
-            out(rb, path)
-    with pytest.raises(KeyboardInterrupt):
-        back(path, tmp_path / "back.exp", progress=stop)
-    assert sorted(os.listdir(tmp_path)) == [f"out.{form}", "run.exp"]
-
-
 def test_two_fields_of_one_name_are_refused(tmp_path: Path, form: str) -> None:
     with expstore.open(tmp_path / "run.exp") as rb:
         rb.extend(TensorDict({"action": torch.zeros(3), "actions": torch.zeros(3)}, [3]))
         with pytest.raises(SchemaError, match="two fields would both be named 'actions'"):
-            FORMATS[form][0](rb, tmp_path / f"out.{form}")
+            FLAT[form][0](rb, tmp_path / f"out.{form}")
     assert os.listdir(tmp_path) == ["run.exp"]
-
-
-@pytest.mark.some(2)
-@pytest.mark.parametrize("name", EXPORTS)
-def test_no_export_holds_more_than_a_piece(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    asked = []
-
-    def counted(storage: Any, ids: Any, places: Any) -> Any:
-        asked.append(ids.size)
-        return read(storage, ids, places)
-
-    read = exchange_rows.read_present
-    monkeypatch.setattr(exchange_rows, "read_present", counted)
-    monkeypatch.setattr(tuning, "EXCHANGE_ROWS", 16)
-    told: list[int] = []
-    with expstore.open(tmp_path / "run.exp") as rb:
-        rb.extend(rows(0, 200, every=50))
-        fields = ["observation.pixels", "next.observation.pixels", "action", "next.reward"]
-        export = getattr(exchange, f"export_{name}")
-        done = export(rb, tmp_path / "out", fields=fields, progress=lambda done, total: told.append(done))
-    assert max(asked) <= 16
-    assert sum(asked) == done.rows == 200
-    assert told == sorted(told)
-    assert len(told) > 10
 
 
 @pytest.mark.guarantee("exchange/exports")

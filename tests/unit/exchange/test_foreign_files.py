@@ -30,6 +30,9 @@ from expstore.exchange import (
 from expstore.exchange.foreign_rows import SYNONYMS, name_fields, rows_differ
 from tests.support.paths import ROOT
 
+# What rows mean is decided behind the readers of the formats: two of them show it.
+pytestmark = [pytest.mark.usefixtures("no_syncs"), pytest.mark.some(2)]
+
 FILES = ROOT / "tests/fixtures/foreign"
 Arrays = dict[str, np.ndarray]
 
@@ -155,6 +158,7 @@ REAL: dict[str, list[Any] | str] = {
     "Files of other libraries become the right episodes, with a summary of what became of their columns, "
     "or are refused.",
 )
+@pytest.mark.some(len(REAL))  # each is a library of its own
 @pytest.mark.parametrize("name", sorted(REAL))
 def test_files_of_real_libraries(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     expected, store = REAL[name], tmp_path / "x.exp"
@@ -207,15 +211,6 @@ def test_end_flags_of_every_name_and_dtype(tmp_path: Path, form: str, name: str,
     assert done.warnings == ()
 
 
-@pytest.mark.parametrize("name", SYNONYMS["next", "truncated"])
-def test_truncations_of_every_name(tmp_path: Path, name: str) -> None:
-    arrays = steps()
-    ends = arrays.pop("done")
-    third = np.arange(30) == 29
-    both = {**arrays, "terminals": ends & ~third, name: third}
-    assert load("npz", tmp_path, both)[1] == [TEN, TEN, (10, 10.0, "truncated")]
-
-
 def test_flags_below_next_and_of_the_state_before(tmp_path: Path, form: str) -> None:
     """In TorchRL's layout flags at the root belong to the state before the step."""
     arrays = steps()
@@ -227,13 +222,11 @@ def test_flags_below_next_and_of_the_state_before(tmp_path: Path, form: str) -> 
     assert {"done", "next.done", "next.reward"} <= set(done.fields)
 
 
-@pytest.mark.parametrize(
-    ("key", "name"),
-    [(key, name) for key, names in SYNONYMS.items() for name in names if key not in [("episode",)]],
-)
-def test_each_name_stands_for_its_field(key: tuple[str, ...], name: str) -> None:
-    assert name_fields([(name,)], {}) == {(name,): key}
-    assert name_fields([(name.upper(),), ("speed",)], {})[name.upper(),] == key
+def test_each_name_stands_for_its_field() -> None:
+    names = [(key, name) for key, names in SYNONYMS.items() for name in names if key != ("episode",)]
+    for key, name in names:
+        assert name_fields([(name,)], {}) == {(name,): key}
+        assert name_fields([(name.upper(),), ("speed",)], {})[name.upper(),] == key
 
 
 def test_a_state_is_an_observation_only_if_there_is_no_other() -> None:

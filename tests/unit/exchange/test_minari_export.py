@@ -16,9 +16,10 @@ import expstore
 from expstore.cli.app import run
 from expstore.core import tuning
 from expstore.datasets import MinariReader, import_dataset
-from expstore.errors import NotFoundError, SchemaError, StateError, StorageError
+from expstore.errors import SchemaError, StateError
 from expstore.exchange import export_minari
 from tests.support.buffer_bytes import held
+from tests.support.exchange_formats import BY_STEPS
 
 h5py = pytest.importorskip("h5py", reason="the extra expstore[h5] is not installed")
 minari = pytest.importorskip("minari", reason="Minari is not installed: its reader cannot be asked")
@@ -47,8 +48,6 @@ def rows(first: int, count: int, every: int = 9) -> TensorDict:
     return data
 
 
-#: Formats whose rows stand episode after episode.
-BY_STEPS = "_episode, _step"
 EPISODES = (
     "SELECT length, \"return\", CASE WHEN status = 'open' THEN 'cut' ELSE status END, info FROM episodes "
     "WHERE live_rows > 0 ORDER BY episode_id"
@@ -219,81 +218,6 @@ def test_episodes_with_deleted_rows_become_several(tmp_path: Path) -> None:
 # -- datasets that Minari has made ----------------------------------------------------------------------
 
 
-def create(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, jpeg: bool = False) -> Path:
-    from minari.data_collector import EpisodeBuffer
-
-    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "root"))
-    (tmp_path / "root").mkdir()
-    buffers = []
-    for number, count in enumerate((4, 1, 11)):
-        at = np.arange(count + 1)
-        frame = (at[:, None, None, None] * 10 + np.zeros((1, 40, 40, 3))).astype(np.uint8)
-        buffers.append(
-            EpisodeBuffer(
-                id=number,
-                seed=number + 5,
-                observations={"pos": at[:, None].astype("f4") * np.ones((1, 2), "f4"), "frame": frame},
-                actions=(at[:-1] % 3, at[:-1, None] / 8),
-                rewards=(at[:-1] / 3).tolist(),
-                terminations=(at[1:] == count).tolist() if number < 2 else [False] * count,
-                truncations=[False] * count if number < 2 else (at[1:] == count).tolist(),
-                infos={"x": at * 1.0, "deep": {"y": at}, "word": ["a"] * (count + 1)},
-            )
-        )
-    minari.create_dataset_from_buffers(
-        "test/h-v0",
-        buffer=buffers,
-        observation_space=spaces.Dict(
-            pos=spaces.Box(-100, 100, (2,), np.float32), frame=spaces.Box(0, 255, (40, 40, 3), np.uint8)
-        ),
-        action_space=spaces.Tuple((spaces.Discrete(3), spaces.Box(0, 10, (1,), np.float64))),
-        algorithm_name="random",
-        author="x",
-        author_email="x@y",
-        code_permalink="c",
-        description="d",
-        data_format="hdf5",
-        jpeg_encoding=jpeg,
-    )
-    return tmp_path / "root/test/h-v0"
-
-
-@pytest.mark.filterwarnings("ignore")  # Minari's, on what it was not told
-@pytest.mark.parametrize("jpeg", [False, True])
-def test_a_dataset_of_minari_becomes_a_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jpeg: bool
-) -> None:
-    monkeypatch.setattr(tuning, "EXCHANGE_ROWS", 4)
-    folder = create(tmp_path, monkeypatch, jpeg=jpeg)
-    expected = list(minari.load_dataset("test/h-v0").iterate_episodes())
-    done = import_dataset(MinariReader(folder), tmp_path / "back.exp")
-    assert (done.rows, done.episodes) == (16, 3)
-    assert any("'infos/word' has no number" in note for note in done.notes)
-    assert any("JPEG" in note for note in done.notes) is jpeg
-    with expstore.open(tmp_path / "back.exp", mode="r") as rb:
-        found = rb.sql("SELECT length, status, info->>'seed' FROM episodes ORDER BY episode_id").fetchall()
-        assert found == [(4, "terminated", "5"), (1, "terminated", "6"), (11, "truncated", "7")]
-        assert rb.meta["minari"]["algorithm_name"] == "random"
-        for number, episode in enumerate(expected, 1):
-            steps = rb.trajectory(number)
-            for name, values in episode.observations.items():
-                assert (steps["observation", name].numpy() == values[:-1]).all()
-                assert (steps["next", "observation", name].numpy() == values[1:]).all()
-            assert (steps["action", "0"].numpy() == episode.actions[0]).all()
-            assert (steps["action", "1"].numpy() == episode.actions[1]).all()
-            assert steps["next", "reward"].shape == (len(episode), 1)
-            assert (steps["next", "reward"][:, 0].numpy() == episode.rewards).all()
-            assert steps["next", "info", "deep", "y"].tolist() == episode.infos["deep"]["y"][1:].tolist()
-            assert steps["info", "x"].tolist() == episode.infos["x"][:-1].tolist()
-        export_minari(rb, tmp_path / "again")
-    again = minari.MinariDataset(tmp_path / "again/data")
-    assert again.spec.observation_space == minari.load_dataset("test/h-v0").spec.observation_space
-    for one, other in zip(expected, again.iterate_episodes(), strict=True):
-        assert (one.observations["frame"] == other.observations["frame"]).all()
-        assert (one.rewards == other.rewards).all()
-        assert (one.actions[1] == other.actions[1]).all()
-
-
 @pytest.mark.slow
 def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make(tmp_path / "run.exp").close()
@@ -306,68 +230,3 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     capsys.readouterr()
     assert run(["export", store, out + "2", "--npz", "--dataset-id", "x-v0"]) == 2
     assert "--dataset-id requires --minari" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_bad_datasets_are_refused(tmp_path: Path) -> None:
-    with make(tmp_path / "run.exp") as rb:
-        export_minari(rb, tmp_path / "good", episodes=[1, 2])
-    good = (tmp_path / "good/data/main_data.hdf5").read_bytes()
-    about = (tmp_path / "good/data/metadata.json").read_text()
-
-    def bad(name: str, change: Any = None, *, text: str = about, data: bytes = good) -> Path:
-        folder = tmp_path / "in" / name
-        folder.mkdir(parents=True)
-        (folder / "metadata.json").write_text(text)
-        (folder / "main_data.hdf5").write_bytes(data)
-        if change is not None:
-            with h5py.File(folder / "main_data.hdf5", "a") as file:
-                change(file)
-        return folder
-
-    def shorter(file: Any) -> None:
-        values = file["episode_1/actions"][1:]
-        del file["episode_1/actions"]
-        file["episode_1/actions"] = values
-
-    def remove(name: str) -> Any:
-        return lambda file: file.__delitem__(name)
-
-    (tmp_path / "in/none").mkdir(parents=True)
-    for folder, kind, words in (
-        (tmp_path / "in/none", NotFoundError, "no Minari dataset"),
-        (bad("text", data=b"hello"), StorageError, "cannot read .* as HDF5"),
-        (bad("half", data=good[:5000]), StorageError, "cannot read .* as HDF5"),
-        (bad("json", text="{"), StorageError, "metadata.json is damaged"),
-        (bad("lance", text='{"data_format": "lance"}'), SchemaError, "has the format 'lance'"),
-        (bad("arrow", text='{"data_format": "arrow"}'), SchemaError, "contains no episodes"),
-        (bad("short", shorter), SchemaError, r"episode_1 has \d+ 'actions' for \d+ rewards"),
-        (bad("gone", remove("episode_1/actions")), SchemaError, "episode_1 has no 'actions'"),
-        (bad("rewards", remove("episode_0/rewards")), SchemaError, "episode_0 has no 'rewards'"),
-        (
-            bad("empty", lambda file: [remove(name)(file) for name in list(file)]),
-            SchemaError,
-            "contains no episodes",
-        ),
-    ):
-        with pytest.raises(kind, match=words):
-            import_dataset(MinariReader(folder), tmp_path / "back.exp")
-    # The rows before the damage are kept for the next attempt.
-    assert sorted(os.listdir(tmp_path)) == [".back.exp.import", "good", "in", "run.exp"]
-
-
-@pytest.mark.slow
-def test_nothing_is_seen_of_what_ended_early(tmp_path: Path) -> None:
-    def stop(done: int, total: int) -> None:
-        raise KeyboardInterrupt
-
-    with make(tmp_path / "run.exp") as rb:
-        with pytest.raises(KeyboardInterrupt):
-            export_minari(rb, tmp_path / "out", progress=stop)
-        assert os.listdir(tmp_path) == ["run.exp"]
-        export_minari(rb, tmp_path / "out")
-    with pytest.raises(KeyboardInterrupt):
-        import_dataset(MinariReader(tmp_path / "out"), tmp_path / "back.exp", progress=stop)
-    assert sorted(os.listdir(tmp_path)) == [".back.exp.import", "out", "run.exp"]
-    assert import_dataset(MinariReader(tmp_path / "out"), tmp_path / "back.exp").rows == 120
-    assert sorted(os.listdir(tmp_path)) == ["back.exp", "out", "run.exp"]

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,7 @@ def whole(source: str = "env", more: int = 0) -> list[tuple[Any, ...]]:
     return [(source, 10, float(10 * (more + number + 1)), end) for number, end in enumerate(ends)]
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("kind", "observation", "action"),
     [
@@ -269,40 +271,40 @@ def hostile(**attributes: Any) -> Any:
     return buffer
 
 
+#: Makes a pickle that would create a file if it ran, and says why it is refused.
+HOSTILE: list[tuple[Callable[[Path], Any], str]] = [
+    (lambda mark: Calls(os.system, f"touch {mark}"), "calls posix.system"),
+    (lambda mark: hostile(device=Calls(os.system, f"touch {mark}")), "calls posix.system"),
+    (lambda mark: hostile(observations=Calls(eval, f"open({str(mark)!r}, 'w')")), "calls builtins.eval"),
+    (lambda mark: hostile(pos=Calls(Path, mark)), "position of type PickledObject"),
+    (lambda mark: hostile(rewards=Calls(np.savetxt, str(mark), [1.0])), "rewards of type PickledObject"),
+    (lambda mark: [1, 2], "a pickle of a list"),
+    (lambda mark: spaces.Discrete(3), "Discrete, is not a replay buffer .* it has no observations"),
+    (lambda mark: buffers.RolloutBuffer(5, VECTOR, DISCRETE), "no dones"),
+    (lambda mark: buffers.ReplayBuffer(5, VECTOR, DISCRETE), "has no rows"),
+    (lambda mark: hostile(pos=51), "position 51"),
+    (lambda mark: hostile(pos=-1), "position -1"),
+    (lambda mark: hostile(pos="1"), "position of type str"),
+    (lambda mark: hostile(rewards=np.zeros((50, 1, 1), np.float32)), r"rewards of shape \[50, 1, 1\]"),
+    (lambda mark: hostile(rewards=np.zeros((0, 1), np.float32)), "rewards of shape"),
+    (lambda mark: hostile(dones=np.zeros(50)), r"dones of shape \[50\]; expected \[50, 1\]"),
+    (lambda mark: hostile(actions=np.zeros((10**9, 0))), "actions of shape"),
+    (lambda mark: hostile(observations=np.zeros((49, 1, 2))), "observations of shape"),
+    (lambda mark: hostile(next_observations=np.zeros((50, 1, 3), np.float32)), "differ in shape"),
+    (lambda mark: hostile(next_observations={}), "differ in shape"),
+    (lambda mark: hostile(observations={}, next_observations={}), "no observations"),
+    (lambda mark: hostile(observations=np.zeros((50, 1, 2), "U3")), "type <U3"),
+]
+
+
 @pytest.mark.guarantee("exchange/safe")
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (lambda mark: Calls(os.system, f"touch {mark}"), "calls posix.system"),
-        (lambda mark: hostile(device=Calls(os.system, f"touch {mark}")), "calls posix.system"),
-        (lambda mark: hostile(observations=Calls(eval, f"open({str(mark)!r}, 'w')")), "calls builtins.eval"),
-        (lambda mark: hostile(pos=Calls(Path, mark)), "position of type PickledObject"),
-        (lambda mark: hostile(rewards=Calls(np.savetxt, str(mark), [1.0])), "rewards of type PickledObject"),
-        (lambda mark: [1, 2], "a pickle of a list"),
-        (lambda mark: spaces.Discrete(3), "Discrete, is not a replay buffer .* it has no observations"),
-        (lambda mark: buffers.RolloutBuffer(5, VECTOR, DISCRETE), "no dones"),
-        (lambda mark: buffers.ReplayBuffer(5, VECTOR, DISCRETE), "has no rows"),
-        (lambda mark: hostile(pos=51), "position 51"),
-        (lambda mark: hostile(pos=-1), "position -1"),
-        (lambda mark: hostile(pos="1"), "position of type str"),
-        (lambda mark: hostile(rewards=np.zeros((50, 1, 1), np.float32)), r"rewards of shape \[50, 1, 1\]"),
-        (lambda mark: hostile(rewards=np.zeros((0, 1), np.float32)), "rewards of shape"),
-        (lambda mark: hostile(dones=np.zeros(50)), r"dones of shape \[50\]; expected \[50, 1\]"),
-        (lambda mark: hostile(actions=np.zeros((10**9, 0))), "actions of shape"),
-        (lambda mark: hostile(observations=np.zeros((49, 1, 2))), "observations of shape"),
-        (lambda mark: hostile(next_observations=np.zeros((50, 1, 3), np.float32)), "differ in shape"),
-        (lambda mark: hostile(next_observations={}), "differ in shape"),
-        (lambda mark: hostile(observations={}, next_observations={}), "no observations"),
-        (lambda mark: hostile(observations=np.zeros((50, 1, 2), "U3")), "type <U3"),
-    ],
-)
-def test_other_pickles_are_refused_and_run_nothing(tmp_path: Path, value: Any, text: str) -> None:
-    mark = tmp_path / "mark"
-    source = save(tmp_path / "buffer.pkl", value(mark))
-    with pytest.raises(SchemaError, match=text) as caught:
-        import_sb3(source, tmp_path / "new.exp")
-    assert str(source) in str(caught.value) or "holds values" in str(caught.value)
-    assert sorted(os.listdir(tmp_path)) == ["buffer.pkl"]
+def test_other_pickles_are_refused_and_run_nothing(tmp_path: Path) -> None:
+    for value, text in HOSTILE:
+        source = save(tmp_path / "buffer.pkl", value(tmp_path / "mark"))
+        with pytest.raises(SchemaError, match=text) as caught:
+            import_sb3(source, tmp_path / "new.exp")
+        assert str(source) in str(caught.value) or "holds values" in str(caught.value)
+        assert sorted(os.listdir(tmp_path)) == ["buffer.pkl"]
 
 
 def test_damaged_pickles_and_missing_files(tmp_path: Path) -> None:

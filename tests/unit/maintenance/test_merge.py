@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from expstore.storages.factory import ZarrStorage
 from tests.support.case_selection import in_full, share
 from tests.support.damaged_stores import flip
 from tests.support.framed_rows import framed_rows
+from tests.support.refusals import check_refusals
+from tests.support.stores import read_columns
 
 pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs")]
 
@@ -43,12 +46,6 @@ def make(path: Path, first: int, count: int, **more: Any) -> Path:
         if count:
             rb.update_priority(id=[rb.storage.last], priority=[first + 2.0])
     return path
-
-
-def columns_of(rb: Any) -> dict[str, np.ndarray]:
-    storage = rb.storage
-    names = [*map(".".join, storage.schema.keys), "id", "episode", "step", "time", "priority"]
-    return dict(zip(names, storage.read(storage.window.ids(), range(len(names))), strict=True))
 
 
 def episodes_of(rb: Any) -> list[tuple[Any, ...]]:
@@ -83,10 +80,10 @@ def test_all_rows_of_all_stores_are_there(tmp_path: Path, fields: Any) -> None:
     parts, episodes = [], []
     for path, run in zip(paths, made.runs, strict=True):
         with expstore.open(path, mode="r") as rb:
-            parts.append(columns_of(rb))
+            parts.append(read_columns(rb.storage))
             episodes += [(f"{run.name}/{source}", *more) for source, *more in episodes_of(rb)]
     with expstore.open(tmp_path / "all.exp") as rb:
-        found = columns_of(rb)
+        found = read_columns(rb.storage)
         for name in set(found) - {"id", "episode"}:
             wanted = np.concatenate([part[name] for part in parts])
             np.testing.assert_array_equal(found[name], wanted, name)
@@ -126,7 +123,7 @@ def test_the_last_rows_stay(
     kept = numbers if capacity is None else numbers[-capacity:]
     assert (made.rows, made.given_up) == (len(kept), len(numbers) - len(kept))
     with expstore.open(folder / "all.exp", mode="r") as rb:
-        assert columns_of(rb)["number"].tolist() == kept
+        assert read_columns(rb.storage)["number"].tolist() == kept
         assert rb.storage.capacity == capacity
     assert verify(folder / "all.exp") == []
 
@@ -215,22 +212,24 @@ def test_missing_sources_and_existing_targets_are_refused(tmp_path: Path) -> Non
     expstore.open(tmp_path / "empty.exp").close()
     before = sorted(tmp_path.rglob("*"))
     out = tmp_path / "out.exp"
-    with pytest.raises(ValueError, match="name at least one"):
-        expstore.merge([], out=out)
-    with pytest.raises(ValueError, match="is given twice"):
-        expstore.merge([a, tmp_path / "../" / tmp_path.name / "a.exp"], out=out)
-    with pytest.raises(ValueError, match="at least 1, got 0"):
-        expstore.merge([a, b], out=out, capacity=0)
-    with pytest.raises(NotFoundError, match="is not a store"):
-        expstore.merge([a, tmp_path / "no.exp"], out=out)
-    with pytest.raises(NotFoundError, match="there is no folder"):
-        expstore.merge([a, b], out=tmp_path / "no" / "out.exp")
-    with pytest.raises(StateError, match="exists already"):
-        expstore.merge([a, b], out=b)
-    with pytest.raises(StateError, match="would lie inside the store"):
-        expstore.merge([a, b], out=b / "out.exp")
-    with pytest.raises(StateError, match="no rows and no fields yet"):
-        expstore.merge([a, tmp_path / "empty.exp"], out=out)
+    twice = tmp_path / "../" / tmp_path.name / "a.exp"
+
+    def merge(*sources: Path, to: Path = out, **options: Any) -> Callable[[], object]:
+        return lambda: expstore.merge(sources, out=to, **options)
+
+    check_refusals(
+        [
+            (merge(), ValueError, "name at least one"),
+            (merge(a, twice), ValueError, "is given twice"),
+            (merge(a, b, capacity=0), ValueError, "at least 1, got 0"),
+            (merge(a, tmp_path / "no.exp"), NotFoundError, "is not a store"),
+            (merge(a, b, to=tmp_path / "no" / "out.exp"), NotFoundError, "there is no folder"),
+            (merge(a, b, to=b), StateError, "exists already"),
+            (merge(a, b, to=b / "out.exp"), StateError, "would lie inside the store"),
+            (merge(a, tmp_path / "empty.exp"), StateError, "no rows and no fields yet"),
+        ],
+        absent=out,
+    )
     assert sorted(tmp_path.rglob("*")) == before
     with expstore.open(b) as rb:
         rb.extend(batch(1, 50))
@@ -243,17 +242,6 @@ def test_missing_sources_and_existing_targets_are_refused(tmp_path: Path) -> Non
     lock.release()
     assert expstore.merge([a, b], out=out).rows == 11
     assert not (tmp_path / "out.exp.tmp").exists()
-
-
-def test_nothing_is_left_of_one_that_ended_early(tmp_path: Path) -> None:
-    a, b = make(tmp_path / "a.exp", 0, 5), make(tmp_path / "b.exp", 10, 5)
-
-    def stop(done: int, total: int) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        expstore.merge([a, b], out=tmp_path / "out.exp", progress=stop)
-    assert sorted(os.listdir(tmp_path)) == ["a.exp", "b.exp"]
 
 
 def test_episodes_of_a_lost_source_get_no_source_of_another_store(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The Atari DQN class: the examples of TorchRL's documentation, and each difference."""
+"""The Atari DQN class: rows, slices and folders beside TorchRL's, and each difference."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import torch
 from tensordict import TensorDictBase
 
 import expstore
-from expstore import ReplayBuffer, ReplayBufferEnsemble
+from expstore import ReplayBuffer, StateError
 from expstore.cli.app import run as command
-from expstore.datasets import AtariDQNExperienceReplay, load_dataset
-from expstore.errors import NotFoundError, StateError
+from expstore.datasets import AtariDQNExperienceReplay
 from tests.support.atari_files import LoggedRing, Step, play
 from tests.support.data_server import serving_files
 
@@ -25,10 +24,10 @@ with warnings.catch_warnings():
     from torchrl.data.datasets.atari_dqn import _AtariStorage
 
 
-def logged(folder: Path, seed: int = 3) -> tuple[Path, list[Step]]:
+def logged(folder: Path) -> tuple[Path, list[Step]]:
     """Write a run of three checkpoints and a last, partial one; return its folder and what was played."""
     ring = LoggedRing(folder, slots=200)
-    played = play(ring, 700, seed, shortest=7, longest=40)
+    played = play(ring, 700, 3, shortest=7, longest=40)
     ring.finish()
     assert not ring.lost_rounds
     return folder, played
@@ -41,61 +40,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Step]]:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory, run: tuple[Path, list[Step]]) -> Path:
-    """Return a folder with the data sets Pong/5 and Asterix/5."""
+    """Return a folder with the data set Pong/5."""
     folder = tmp_path_factory.mktemp("root")
     AtariDQNExperienceReplay("Pong/5", root=folder, source=run[0]).close()
-    other, _ = logged(folder / "raw", seed=11)
-    AtariDQNExperienceReplay("Asterix/5", root=folder, source=other).close()
     return folder
 
 
 def test_the_ids_are_torchrls() -> None:
     assert list(OfTorchRL.available_datasets) == AtariDQNExperienceReplay.available_datasets
-
-
-def test_the_first_sample_of_the_documentation(root: Path) -> None:
-    dataset = AtariDQNExperienceReplay("Pong/5", batch_size=128, root=root)
-    data = next(iter(dataset))
-    assert data.batch_size == (128,)
-    assert data["observation"].shape == data["next", "observation"].shape == (128, 84, 84)
-    assert data["observation"].dtype == torch.uint8
-    assert data["action"].shape == (128,)
-    for name in ("done", "terminated", "truncated"):
-        assert data[name].shape == data["next", name].shape == (128, 1)
-        assert not data[name].any()
-    assert data["next", "reward"].dtype == torch.float32
-    metadata = data["metadata"]
-    assert metadata["dataset_id"] == "Pong/5"
-    assert metadata["add_count"].tolist()[:3] == [199, 399, 599]
-    assert metadata["invalid_range"].tolist()[0] == [198, 199, 0, 1, 2]
-    assert data["index"].shape == (128,)
-
-
-def test_the_second_sample_of_the_documentation(root: Path, run: tuple[Path, list[Step]]) -> None:
-    dataset = AtariDQNExperienceReplay("Pong/5", batch_size=64, slice_len=16, root=root)
-    for data in dataset:
-        index = data.get("index").reshape(4, 16)
-        assert (index.diff(dim=1) == 1).all()  # groups of consecutive values
-        assert (dataset.episodes[index] == dataset.episodes[index][:, :1]).all()
-        assert data["next", "done"].dtype == torch.bool
-        assert data["next", "truncated"].reshape(4, 16)[:, -1].any()
-        break
-    ends = np.cumsum([step.terminal for step in run[1]])
-    assert dataset.episodes.tolist() == [0, *ends[:-1].tolist()]
-
-
-def test_the_ensemble_of_the_documentation(root: Path) -> None:
-    dataset_asterix = AtariDQNExperienceReplay(
-        "Asterix/5", batch_size=32, slice_len=8, num_procs=4, root=root
-    )
-    dataset_pong = AtariDQNExperienceReplay("Pong/5", batch_size=32, slice_len=8, num_procs=4, root=root)
-    dataset = ReplayBufferEnsemble(dataset_pong, dataset_asterix, batch_size=32, sample_from_all=True)
-    sample = dataset.sample()
-    for part, name in zip(sample.unbind(0), ("Pong/5", "Asterix/5"), strict=True):
-        assert part["metadata"]["dataset_id"] == name
-        assert part["observation"].shape == (16, 84, 84)
-        assert part["index", "buffer_ids"].shape == (16,)
-    assert sample["observation"].shape == (2, 16, 84, 84)
 
 
 @pytest.mark.parametrize("strict", ["strict_len", "strict_length"])
@@ -105,15 +57,6 @@ def test_slices(root: Path, strict: str) -> None:
     assert len(dataset.sample()) < 400  # most episodes are shorter than 40 steps
     with pytest.raises(ValueError, match="mean the same"):
         AtariDQNExperienceReplay("Pong/5", strict_len=False, strict_length=False, root=root)
-
-
-def test_without_replacement(root: Path) -> None:
-    dataset = AtariDQNExperienceReplay("Pong/5", batch_size=70, replacement=False, root=root)
-    drawn = torch.cat([dataset.sample()["index"] for _ in range(10)])
-    assert drawn.unique().numel() == 700
-    dataset = AtariDQNExperienceReplay("Pong/5", batch_size=64, slice_len=4, replacement=False, root=root)
-    episodes = dataset.episodes[dataset.sample()["index"]].reshape(-1, 4)
-    assert episodes[:, 0].unique().numel() == len(episodes)
 
 
 def halved(rows: TensorDictBase) -> TensorDictBase:
@@ -191,20 +134,11 @@ def test_rows_equal_those_of_torchrls_class(tmp_path: Path, run: tuple[Path, lis
     )
 
 
-def test_a_run_without_files_says_where_they_come_from(tmp_path: Path) -> None:
-    with pytest.raises(
-        NotFoundError, match=r"gs://atari-replay-datasets/dqn, no longer exists; pass source=.*mirror="
-    ):
-        AtariDQNExperienceReplay("Pong/1", root=tmp_path)
-    with pytest.raises(ValueError, match="not part of the available datasets"):
-        AtariDQNExperienceReplay("Pong/6", root=tmp_path)
-
-
 @pytest.mark.parametrize("named", ["Qbert/1", "Pong/2", "Qbert", "Qbert/1/replay_logs"])
 def test_the_path_of_another_game_is_refused(tmp_path: Path, named: str) -> None:
     folder, _ = logged(tmp_path / named)
     with pytest.raises(
-        expstore.errors.SchemaError, match=r"Pong/1 is requested, but the path .* names (Qbert|Pong/2)"
+        expstore.SchemaError, match=r"Pong/1 is requested, but the path .* names (Qbert|Pong/2)"
     ):
         AtariDQNExperienceReplay("Pong/1", root=tmp_path / "root", source=folder)
     assert not list((tmp_path / "root").rglob("Pong/1"))
@@ -224,32 +158,6 @@ def test_some_checkpoints(tmp_path: Path, run: tuple[Path, list[Step]]) -> None:
         AtariDQNExperienceReplay("Pong/5", root=tmp_path, checkpoints=[1])
 
 
-def test_runs_are_downloaded_from_a_mirror(
-    tmp_path: Path, run: tuple[Path, list[Step]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(AtariDQNExperienceReplay, "_max_runs", 2)
-    with serving_files(run[0].parents[2]) as server:
-        data = AtariDQNExperienceReplay("Pong/5", root=tmp_path, mirror=server.url)
-    assert len(server.requests) == 12
-    assert 300 < len(data) < 400
-    data.close()
-    monkeypatch.setattr(AtariDQNExperienceReplay, "_max_runs", None)
-    with pytest.raises(StateError, match="was made with runs=2, but runs=None is requested"):
-        AtariDQNExperienceReplay("Pong/5", root=tmp_path)
-
-
-def test_by_name_and_sql(root: Path) -> None:
-    data = load_dataset("atari:Asterix/5", root=root, batch_size=8)
-    assert data.sample()["metadata"]["dataset_id"] == "Asterix/5"
-    assert data[0]["metadata"]["dataset_id"] == "Asterix/5"
-    best = data.sql("SELECT max(return) FROM episodes").fetchall()[0][0]
-    assert best == data.sql("SELECT return FROM episodes ORDER BY return DESC LIMIT 1").fetchall()[0][0]
-    some = AtariDQNExperienceReplay(
-        "Asterix/5", root=root, batch_size=32, sampler=expstore.RandomSampler(where="action = 3")
-    )
-    assert (some.sample()["action"] == 3).all()
-
-
 @pytest.mark.slow
 def test_the_folder_that_torchrl_made_of_a_run(
     tmp_path: Path, run: tuple[Path, list[Step]], root: Path, capsys: pytest.CaptureFixture[str]
@@ -266,5 +174,5 @@ def test_the_folder_that_torchrl_made_of_a_run(
     assert command(["import", str(folder), str(tmp_path / "x.exp")]) == 0
     assert f"holds {len(wanted):,} rows" in capsys.readouterr().out
     (folder / "1" / "data" / "action.memmap").unlink()
-    with pytest.raises(expstore.errors.SchemaError, match=r"checkpoint 1 .* has no \$store\$_action"):
+    with pytest.raises(expstore.SchemaError, match=r"checkpoint 1 .* has no \$store\$_action"):
         AtariDQNExperienceReplay("Pong/5", root=tmp_path / "other", source=folder)

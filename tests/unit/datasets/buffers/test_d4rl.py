@@ -11,12 +11,9 @@ import torch
 from tensordict import TensorDictBase
 
 import expstore
-from expstore import ReplayBuffer
-from expstore.datasets import D4RLExperienceReplay, load_dataset
+from expstore import LockedError, NotFoundError, ReplayBuffer, StateError
+from expstore.datasets import D4RLExperienceReplay
 from expstore.datasets.d4rl_files import d4rl_files, score_bounds
-from expstore.disk.files import Disk
-from expstore.disk.writer_lock import WriterLock
-from expstore.errors import LockedError, NotFoundError, RemoteError, StateError
 from tests.support.data_server import serving_files
 from tests.unit.datasets.test_d4rl import arrays, write
 
@@ -83,23 +80,6 @@ def test_download_and_again(tmp_path: Path, source: Path) -> None:
     data = opened(tmp_path, download=False)
     data.delete()
     assert not data.data_path.exists()
-
-
-def test_a_server_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from expstore.datasets import download
-
-    monkeypatch.setattr(download, "_ATTEMPTS", 1)
-    with pytest.raises(RemoteError, match=r"cannot fetch http://127.0.0.1:1/gym_mujoco_v2/hopper.*source="):
-        opened(tmp_path, mirror="http://127.0.0.1:1")
-    assert not (tmp_path / "root" / ID).exists()
-
-
-def test_another_source_is_refused(tmp_path: Path, source: Path) -> None:
-    opened(tmp_path, source).close()
-    opened(tmp_path, source).close()
-    other = write(tmp_path / "other.hdf5", arrays([2, 2, 2]))
-    with pytest.raises(StateError, match="was not imported from these files"):
-        opened(tmp_path, other)
 
 
 def test_arguments_are_checked_as_in_torchrl(tmp_path: Path) -> None:
@@ -186,7 +166,7 @@ def test_a_function_that_fails_leaves_nothing(tmp_path: Path, source: Path) -> N
 
     with pytest.raises(RuntimeError, match="no"):
         data.preprocess(fail, num_workers=0, dest=tmp_path / "made")
-    with pytest.raises(expstore.errors.SchemaError, match=r"batch size \[2\] for 12 rows"):
+    with pytest.raises(expstore.SchemaError, match=r"batch size \[2\] for 12 rows"):
         data.preprocess(lambda rows: rows[:2], num_workers=0, dest=tmp_path / "made")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["public", "root"]
     first = data.preprocess(twice, num_workers=0, num_frames=6, dest=tmp_path / "made")
@@ -205,35 +185,3 @@ def test_one_process_at_a_time_writes_what_a_function_returns(tmp_path: Path, so
     storage = data.preprocess(nested, num_workers=0, chunksize=5, dest=tmp_path / "made")
     assert len(storage) == 12
     ReplayBuffer(storage=storage).close()
-
-
-def test_by_name(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EXPSTORE_DATA", str(tmp_path / "cache"))
-    data = load_dataset(f"d4rl:{ID}", source=source, batch_size=4)
-    assert data.data_path == tmp_path / "cache" / "d4rl" / ID
-    assert data.root == tmp_path / "cache" / "d4rl"
-    assert data.sample().batch_size == (4,)
-
-
-def test_one_process_at_a_time_fetches(tmp_path: Path, source: Path) -> None:
-    folder = tmp_path / "root" / ".downloads" / ID
-    folder.mkdir(parents=True)
-    with serving_files(tmp_path / "public") as server:
-        lock = WriterLock(Disk(), folder / "LOCK")
-        try:
-            with pytest.raises(LockedError, match=f"another process is fetching {ID}"):
-                opened(tmp_path, mirror=server.url)
-        finally:
-            lock.release()
-        assert not server.requests
-        assert len(opened(tmp_path, mirror=server.url)) == 12
-    assert not folder.exists()
-
-
-def test_a_version_of_a_data_set_is_loaded_by_a_buffer(tmp_path: Path, source: Path) -> None:
-    data = opened(tmp_path, source)
-    assert data.dumps(tmp_path / "versions").rows == data.save(tmp_path / "versions").rows == 12
-    rb = expstore.TensorDictReplayBuffer(storage=expstore.LazyTensorStorage(100), batch_size=4)
-    rb.loads(tmp_path / "versions")
-    assert torch.equal(rb[:]["next", "reward"].flatten(), data[:]["next", "reward"].flatten())
-    assert data.sample().batch_size == (8,)

@@ -49,21 +49,6 @@ def source(tmp_path: Path) -> Path:
 # -- from columns ----------------------------------------------------------------------------------------
 
 
-def test_example_of_torchrl() -> None:
-    given = {
-        "observation.state": torch.zeros(8, 7),
-        "action": torch.zeros(8, 7),
-        "episode_index": torch.arange(2).repeat_interleave(4),
-        "task": ["pick"] * 8,
-    }
-    rb = LeRobotExperienceReplay.from_columns(given, slice_len=4, batch_size=8)
-    sample = rb.sample()
-    assert sample["action"].shape == torch.Size([8, 7])
-    rb = LeRobotExperienceReplay.from_columns(given, slice_len=4, batch_size=8, rehydrate=True)
-    sample = rb.sample()
-    assert sample["next", "observation", "state"].shape == torch.Size([8, 7])
-
-
 @pytest.mark.parametrize("rehydrate", [False, True])
 def test_columns_equal_torchrls(tmp_path: Path, rehydrate: bool) -> None:
     options: dict[str, Any] = {"slice_len": 4, "batch_size": 8, "rehydrate": rehydrate}
@@ -168,19 +153,6 @@ def test_texts_with_other_keys(tmp_path: Path) -> None:
         int(np.cumsum([0, *LENGTHS])[e] + t) for e, t in zip(batch["ep"], batch["at", "t"], strict=True)
     ]
     assert batch["language_instruction"] == [texts[place].as_py() for place in places]
-
-
-def test_slices(tmp_path: Path, source: Path) -> None:
-    for options in ({"slice_len": 3}, {"num_slices": 3}):
-        data = opened(tmp_path, source, batch_size=9, **options)
-        batch = data.sample()
-        frames = batch["frame"].reshape(3, 3)
-        assert torch.equal(frames, frames[:, :1] + torch.arange(3))
-        assert (batch["episode"].reshape(3, 3) == batch["episode"].reshape(3, 3)[:, :1]).all()
-        assert not (batch["episode"] == 2).any()  # it has two frames
-        data.close()
-    data = opened(tmp_path, slice_len=4, strict_length=False)
-    assert any((data.sample()["episode"] == 2).any() for _ in range(50))
 
 
 def test_rehydrate(tmp_path: Path, source: Path) -> None:

@@ -13,13 +13,13 @@ from expstore.datasets.kinds.minari import list_minari
 from expstore.errors import NotFoundError, RemoteError
 from expstore.specs import Bounded, Composite
 from tests.support.data_server import serving_files
-from tests.unit.datasets.test_minari import create
+from tests.support.minari_sets import create_minari
 
 ID = "test/hop-v0"
 
 
 def test_minaris_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    create(tmp_path / "own", monkeypatch)
+    create_minari(monkeypatch, tmp_path / "own")
     data = MinariExperienceReplay(ID, batch_size=32, root=tmp_path / "root", load_from_local_minari=True)
     for sample in data:
         assert sample["next", "reward"].shape == (32, 1)
@@ -38,7 +38,7 @@ def test_minaris_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_mirror_replaces_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = create(tmp_path / "own", monkeypatch)
+    folder = create_minari(monkeypatch, tmp_path / "own")
     hub = tmp_path / "hub" / "farama-minari" / "test"
     hub.mkdir(parents=True)
     folder.rename(hub / "hop-v0")

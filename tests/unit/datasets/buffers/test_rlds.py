@@ -9,8 +9,8 @@ import pytest
 import torch
 from tensordict import TensorDictBase
 
-from expstore.datasets import RLDSExperienceReplay, load_dataset
-from expstore.errors import NotFoundError, SchemaError, StateError
+from expstore import NotFoundError, SchemaError, StateError
+from expstore.datasets import RLDSExperienceReplay
 from tests.support.data_server import serving_files
 from tests.unit.datasets.test_rlds import episode, example, small, write
 
@@ -104,11 +104,3 @@ def test_download(tmp_path: Path) -> None:
             opened(tmp_path / "c", mirror=server.url)
     with pytest.raises(NotFoundError, match="could not be found in"):
         opened(tmp_path / "d", download=False)
-
-
-def test_by_name(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EXPSTORE_DATA", str(tmp_path / "cache"))
-    data = load_dataset("rlds:bridge", source=source, batch_size=4)
-    assert data.data_path == tmp_path / "cache" / "rlds" / "bridge"
-    data.delete()
-    assert not data.data_path.exists()
