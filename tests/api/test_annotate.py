@@ -64,6 +64,7 @@ def test_facts_that_are_refused_change_nothing(client: httpx.Client) -> None:
     assert client.get(RUN).json() == before
 
 
+@pytest.mark.guarantee("server/rows")
 @pytest.mark.slow
 def test_facts_survive_a_kill(folder: Path) -> None:
     with serving(folder) as (child, told), httpx.Client(base_url=told["listening"], timeout=60) as client:

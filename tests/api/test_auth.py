@@ -59,6 +59,7 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 # -- tokens --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("access/tokens")
 def test_no_route_answers_without_its_token(guarded: httpx.Client, document: dict[str, Any]) -> None:
     bodies = set()
     routes = [*routes_of(document), ("GET", "/openapi.json", {}), ("POST", "/nowhere", {})]
@@ -82,6 +83,7 @@ def test_no_route_answers_without_its_token(guarded: httpx.Client, document: dic
     assert b"expstore.connect(url, token=TOKEN)" in body
 
 
+@pytest.mark.guarantee("access/read-token", "The read token changes nothing.")
 def test_the_read_token_only_reads(guarded: httpx.Client, document: dict[str, Any]) -> None:
     headers = {"Authorization": f"bearer {READ_TOKEN.decode()}"}
     writing = 0
@@ -135,6 +137,11 @@ def test_the_routes_are_those_of_the_document(tmp_path: Path, read_only: bool) -
             assert found.is_parsed == (content == {"application/json"})
 
 
+@pytest.mark.guarantee(
+    "access/tokens",
+    "Without a token a server answers this machine only; with one, only `/healthz`, `/readyz` and the "
+    "page's files are answered without it.",
+)
 def test_without_a_token_others_are_not_answered(tmp_path: Path) -> None:
     """Whatever serves the application: an address that others reach needs a token."""
     for server, status in (("127.0.0.1", 200), ("::1", 200), ("10.1.2.3", 403), ("2001:db8::1", 403)):
@@ -164,6 +171,7 @@ def test_settings_whose_tokens_protect_nothing_are_refused(tmp_path: Path) -> No
 # -- hosts and pages -----------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("access/sites")
 def test_only_its_own_names_are_answered(opened: httpx.Client) -> None:
     good = ("localhost", "LOCALHOST:1", "127.0.0.1", "127.0.0.1:8420", "[::1]:80", "Trainer.example:8420")
     bad = (
@@ -179,6 +187,7 @@ def test_only_its_own_names_are_answered(opened: httpx.Client) -> None:
                 assert refusal_of(answer) == (400, "host")
 
 
+@pytest.mark.guarantee("access/sites", "Pages of other web sites can change nothing and see nothing.")
 def test_pages_of_other_sites_change_nothing_and_see_nothing(opened: httpx.Client) -> None:
     here = "127.0.0.1:8420"
     allowed: list[dict[str, str]] = [
@@ -362,6 +371,7 @@ def test_figures_of_stores_that_cannot_be_read_are_left_out(
     app.state.stores.close()
 
 
+@pytest.mark.guarantee("access/tokens")
 def test_readiness_needs_no_token_and_tells_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Probes of orchestrators have no token."""
     folder, store = tmp_path / "runs", tmp_path / "secret.exp"
@@ -437,6 +447,7 @@ def test_every_error_has_a_status() -> None:
     assert {kind: status_of(kind("text")) for kind in refused} == refused
 
 
+@pytest.mark.guarantee("access/folder")
 def test_internal_errors_reveal_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     app = create_app(Settings(path=tmp_path))
 

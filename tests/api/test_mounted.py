@@ -33,6 +33,7 @@ def below(app: Any, *prefixes: str) -> Any:
     return app
 
 
+@pytest.mark.guarantee("access/tokens")
 @pytest.mark.parametrize(
     ("prefixes", "root_path", "before"),
     [
@@ -76,6 +77,7 @@ def test_a_prefix_changes_no_permission_limit_or_label(
     app.state.stores.close()
 
 
+@pytest.mark.guarantee("access/tokens")
 @pytest.mark.parametrize("prefix", ["", "/exp"])
 def test_every_route_needs_the_same_token_below_a_prefix(tmp_path: Path, prefix: str) -> None:
     """The token that the OpenAPI document names."""

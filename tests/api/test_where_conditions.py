@@ -96,6 +96,11 @@ def test_conditions_that_may_be_said() -> None:
     assert [check_condition(text) for text in ALLOWED] == ALLOWED
 
 
+@pytest.mark.guarantee(
+    "access/where",
+    "A client's `where` is a small part of SQL without functions, and costs time and memory in proportion"
+    " to the rows.",
+)
 def test_parts_that_conditions_may_not_have_are_named() -> None:
     for text, part in REFUSED.items():
         with pytest.raises(Refusal) as refused:
@@ -129,6 +134,7 @@ def cpu_of(process: int) -> float:
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.guarantee("access/where")
 @pytest.mark.slow
 def test_bombs_are_refused_at_once(tmp_path: Path) -> None:
     store_of_vectors(tmp_path / "run.exp")
@@ -149,6 +155,7 @@ def test_bombs_are_refused_at_once(tmp_path: Path) -> None:
         assert client.post("/v1/stores/run/sample", json=asked).status_code == 200
 
 
+@pytest.mark.guarantee("access/where")
 def test_a_condition_that_takes_too_long_is_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,8 +20,8 @@ import pytest
 import torch
 
 import expstore
-from expstore import NotFoundError
 from expstore.datasets.d4rl_files import d4rl_files
+from expstore.errors import NotFoundError
 from tests.support.minari_sets import create_minari
 from tests.support.public_addresses import serving_public_addresses
 from tests.unit.datasets import test_gen_dgrl, test_openml, test_openx, test_roboset, test_vd4rl
@@ -91,8 +91,8 @@ def test_the_class_of_openml(public: Path, name: str) -> None:
     source = public.parent / f"{name}.csv"
     test_openml.table(name).to_csv(source, index=False)
     with pytest.raises(NotFoundError):  # the server does not have it
-        expstore.OpenMLExperienceReplay(name, 32)
-    data = expstore.OpenMLExperienceReplay(name, 32, source=source)
+        expstore.datasets.OpenMLExperienceReplay(name, 32)
+    data = expstore.datasets.OpenMLExperienceReplay(name, 32, source=source)
     for batch in data:
         assert batch["X"].shape[0] == batch["y"].shape[0] == 32
         assert batch["y"].max() <= data.max_outcome_val
@@ -108,7 +108,9 @@ def test_the_sample_of_openx(public: Path, capsys: pytest.CaptureFixture[str]) -
         """Data sets are stores: what is streamed there, which has no batch size, is fetched and read."""
         if "streaming=True" in source:
             with pytest.raises(ValueError, match="kept as stores"):
-                expstore.OpenXExperienceReplay("cmu_stretch", num_slices=2, download=False, streaming=True)
+                expstore.datasets.OpenXExperienceReplay(
+                    "cmu_stretch", num_slices=2, download=False, streaming=True
+                )
             return source.replace("download=False, streaming=True", "batch_size=70")
         return source
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import expstore
-from expstore import Retries
 from expstore.api import Settings
+from expstore.remote import Retries
 from tests.support.servers import Serving
 from tests.support.shard_rows import fill
 from tests.support.waits import wait_until
@@ -20,7 +20,7 @@ SOON = Retries(seconds=60, first=0.01, longest=0.05, seed=3)
 SERVED, LOCAL, SHARED = range(3)
 
 
-def source_for(rb: expstore.ShardedReplayBuffer, number: int) -> str:
+def source_for(rb: expstore.cluster.ShardedReplayBuffer, number: int) -> str:
     """Return the name of a source whose rows go to the store of this number."""
     return next(name for n in range(99) if rb._route(name := f"s{n}").number == number)
 
@@ -36,7 +36,7 @@ class MixedStores(NamedTuple):
     places: list[Any]
     owner: expstore.TensorDictReplayBuffer
 
-    def connect(self, **options: Any) -> expstore.ShardedReplayBuffer:
+    def connect(self, **options: Any) -> expstore.cluster.ShardedReplayBuffer:
         defaults: dict[str, Any] = {"batch_size": 256, "seed": 5, "ahead": 8, "retries": SOON}
         return expstore.connect(self.places, **defaults | options)
 

@@ -18,19 +18,11 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 import expstore
-from expstore import (
-    Bounded,
-    Categorical,
-    Choice,
-    Composite,
-    MemoryStorage,
-    NonTensor,
-    SchemaError,
-    StateError,
-)
+from expstore import Bounded, Categorical, Composite, MemoryStorage
 from expstore.buffers import domain_checks
 from expstore.disk.files import Disk
-from expstore.errors import CorruptionError, StorageError
+from expstore.errors import CorruptionError, SchemaError, StateError, StorageError
+from expstore.specs import Choice, NonTensor
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.factory import ZarrStorage
 
@@ -114,6 +106,7 @@ def test_versions_without_specs_keep_fitting_specs(tmp_path: Path) -> None:
         assert rb.specs == Composite(pixels=Categorical(9))
 
 
+@pytest.mark.guarantee("kill/rows")
 def test_a_store_that_was_killed_keeps_what_was_set(tmp_path: Path) -> None:
     storage = ZarrStorage(tmp_path / "a.exp", 100)
     rb = expstore.TensorDictReplayBuffer(storage=storage)
@@ -252,6 +245,7 @@ def bad(rb: Any, batch: TensorDict, message: str) -> None:
     assert (len(rb), rb.write_count) == (count, written)
 
 
+@pytest.mark.guarantee("rows/refused")
 def test_values_are_looked_at_when_asked_for(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "a.exp", capacity=2000, schema=specs()) as rb:
         batch = rows(1000)
@@ -384,8 +378,8 @@ def test_objects_and_choices_are_validated_row_by_row() -> None:
 @pytest.mark.parametrize(
     ("spec", "first", "then", "kind"),
     [
-        (expstore.NonTensor(shape=()), None, "go", "string"),
-        (expstore.NonTensor(shape=(), example_data=1.5), None, 0.5, "float64"),
+        (expstore.specs.NonTensor(shape=()), None, "go", "string"),
+        (expstore.specs.NonTensor(shape=(), example_data=1.5), None, 0.5, "float64"),
         (expstore.Unbounded(shape=(-1,), dtype=torch.float32), None, [1.0], "float32[?]"),
         (expstore.Unbounded(shape=(-1,), dtype=torch.float32), [], [1.0], "float32[?]"),
     ],
@@ -409,7 +403,7 @@ def test_rows_that_begin_with_none_have_the_type_of_their_spec(
 
 
 def test_a_field_with_a_spec_may_not_be_absent_at_first(store_path: Path) -> None:
-    specs = expstore.Composite(note=expstore.NonTensor(shape=()))
+    specs = expstore.Composite(note=expstore.specs.NonTensor(shape=()))
     with expstore.open(store_path, layout="arrow", schema=specs) as rb:
         with pytest.raises(SchemaError, match="the specs have a field 'note' .*, the rows have none"):
             rb.add({"t": 0})

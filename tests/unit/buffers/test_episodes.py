@@ -14,10 +14,10 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore import NotFoundError, QueryError, SchemaError, StateError
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.cli.app import run
+from expstore.errors import NotFoundError, QueryError, SchemaError, StateError
 from expstore.storages.memory import MemoryStorage
 from expstore.transforms import StepView
 from tests.support import warm_processes
@@ -331,6 +331,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.guarantee("kill/rows")
 @pytest.mark.some(1)
 @pytest.mark.parametrize("durability", ["process", "sync"])
 def test_a_kill_loses_nothing_that_was_noted(store_path: Path, durability: str) -> None:
@@ -357,11 +358,11 @@ def test_a_note_that_the_disk_refuses_is_not_there(store_path: Path, monkeypatch
         rb.extend(steps(2, 0), source="a", episode_info={"a": 1})
 
         def refuse(*_: Any) -> int:
-            raise expstore.StorageError("the disk refuses")
+            raise expstore.errors.StorageError("the disk refuses")
 
         with monkeypatch.context() as patch:
             patch.setattr(rb.storage.state.journal, "append", refuse)
-            with pytest.raises(expstore.StorageError, match="the disk refuses"):
+            with pytest.raises(expstore.errors.StorageError, match="the disk refuses"):
                 rb.episodes.annotate(1, b=2)
         assert infos(rb) == {1: {"a": 1}}
         assert rb.episodes.annotate(1, c=3) == {"a": 1, "c": 3}

@@ -614,6 +614,10 @@ def test_readers_while_an_unbounded_store_grows(make: Make, monkeypatch: pytest.
     same(rb[index], rows(index + 1))
 
 
+@pytest.mark.guarantee(
+    "process/turns",
+    "Writers write in the order in which they asked, and an fsync that hangs delays only its own store.",
+)
 def test_two_writers_wait_for_one_another(make: Make) -> None:
     rb = make(5000)
     problems: list[BaseException] = []
@@ -640,6 +644,10 @@ def test_two_writers_wait_for_one_another(make: Make) -> None:
     assert len(set(steps)) == 900
 
 
+@pytest.mark.guarantee(
+    "kill/interrupt",
+    "After Ctrl-C or an exception inside a call, the buffer works correctly.",
+)
 def test_extend_works_after_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from expstore.episodes.table import EpisodeTable
 
@@ -672,6 +680,7 @@ def test_extend_works_after_an_interruption(tmp_path: Path, monkeypatch: pytest.
         assert len(rb) == 9
 
 
+@pytest.mark.guarantee("disk/fsync")
 def test_a_failed_sync_leaves_a_buffer_that_can_be_read_and_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

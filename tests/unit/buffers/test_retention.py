@@ -20,11 +20,12 @@ from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 
 import expstore
-from expstore import CorruptionError, QueryError, Retain, StateError
+from expstore import Retain
 from expstore.cli.app import run
 from expstore.cold.download import restore
 from expstore.core import tuning
 from expstore.disk.files import Disk
+from expstore.errors import CorruptionError, QueryError, StateError
 from expstore.maintenance import verify
 from expstore.samplers import (
     ConsumingSampler,
@@ -167,6 +168,7 @@ def test_space_of_packed_rows_is_given_back(store_path: Path) -> None:
         check_whole(rb, set(range(21, 31)), 30, 1000)
 
 
+@pytest.mark.guarantee("keep/policy")
 @pytest.mark.slow
 def test_a_version_keeps_what_leaves_the_store(store_path: Path, tmp_path: Path) -> None:
     rb = filled(store_path, 20, **LAYOUTS["packed"])
@@ -329,7 +331,7 @@ def test_conditions_know_the_episode(store_path: Path) -> None:
     rb.retention.set({"where": 'episode.info.keep::BOOLEAN OR episode."return" > 3000'})
     rb.retention.apply()
     assert numbers(rb) == [2, 6]
-    with pytest.raises(expstore.QueryError):
+    with pytest.raises(expstore.errors.QueryError):
         rb.retention.set({"where": "nonsense > 1"})
     assert rb.retention.policy == Retain(where='episode.info.keep::BOOLEAN OR episode."return" > 3000')
     rb.close()
@@ -595,6 +597,11 @@ ACTS = st.lists(
 )
 
 
+@pytest.mark.guarantee(
+    "keep/policy",
+    "Retention deletes whole episodes only, and none that the policy keeps, also after a kill or a power "
+    "cut; versions keep what is deleted.",
+)
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("no_syncs")

@@ -170,7 +170,11 @@ class Crowd:
         return float(busy / quiet)
 
 
-@pytest.mark.guarantee("draw/whole")
+@pytest.mark.guarantee(
+    "draw/whole",
+    "A batch is never torn, whatever threads and processes write meanwhile, and its memory is not reused "
+    "while anything refers to it.",
+)
 @pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize(

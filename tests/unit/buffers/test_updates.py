@@ -12,7 +12,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from expstore import ConditionalUpdateResult
+from expstore.buffers import ConditionalUpdateResult
 from expstore.buffers.sample_units import Sequence
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.errors import NoRowError, NotFoundError, SchemaError, StateError
@@ -117,6 +117,7 @@ def test_refused_calls_change_nothing(make: Make) -> None:
         assert torch.equal(rb[name], before[name])
 
 
+@pytest.mark.guarantee("rows/refused")
 def test_numbers_that_a_field_cannot_represent_are_refused(make: Make) -> None:
     rb = make()
     dtypes = {"wide": torch.float64, "value": torch.float32, "small": torch.float16, "half": torch.bfloat16}

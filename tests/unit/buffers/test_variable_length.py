@@ -10,7 +10,6 @@ import torch
 from tensordict import TensorDict, lazy_stack
 from torch.utils.data import DataLoader
 
-from expstore import traj
 from expstore.buffers.ensemble import ReplayBufferEnsemble
 from expstore.core import tuning
 from expstore.errors import QueryError, SchemaError
@@ -22,6 +21,7 @@ from expstore.samplers import (
     SliceSampler,
     StalenessAwareSampler,
 )
+from expstore.trajectories import traj
 from expstore.transforms import MultiStepTransform
 from tests.support.variable_length import buffer, plain, rollouts
 

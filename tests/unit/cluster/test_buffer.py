@@ -15,7 +15,6 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore import Retries
 from expstore.api import Settings
 from expstore.buffers.member import Draw
 from expstore.cluster.routing import Place, choose_shard
@@ -28,6 +27,7 @@ from expstore.errors import (
     SnapshotError,
     StateError,
 )
+from expstore.remote import Retries
 from tests.support.arrow_bodies import batch_of
 from tests.support.forks import forked
 from tests.support.servers import Serving
@@ -37,12 +37,12 @@ from tests.support.waits import wait_until
 SOON = Retries(seconds=20, first=0.01, longest=0.05, seed=3)
 
 
-def connect(urls: list[str], **options: Any) -> expstore.ShardedReplayBuffer:
+def connect(urls: list[str], **options: Any) -> expstore.cluster.ShardedReplayBuffer:
     options = {"batch_size": 32, "seed": 5, "retries": SOON} | options
     return expstore.connect(urls, **options)
 
 
-def fill(rb: expstore.ShardedReplayBuffer, sources: int = 12) -> torch.Tensor:
+def fill(rb: expstore.cluster.ShardedReplayBuffer, sources: int = 12) -> torch.Tensor:
     """Write ten rows of each source; return their shards and ids."""
     found = [rb.extend(batch_of(10, 10 * n), source=f"actor-{n}") for n in range(sources)]
     return torch.cat(found)
@@ -99,6 +99,11 @@ def test_queries_have_parameters_and_one_statement(urls: list[str]) -> None:
                 rb.sql(query, each=count)
 
 
+@pytest.mark.guarantee(
+    "cluster/draws",
+    "Draws of shards at rest follow from the seed, and continue after a restart and from a version of all"
+    " shards.",
+)
 def test_draws_follow_from_the_seed_and_continue(urls: list[str]) -> None:
     with connect(urls) as rb:
         fill(rb)
@@ -123,6 +128,7 @@ def test_draws_follow_from_the_seed_and_continue(urls: list[str]) -> None:
         assert rb.draw == 1
 
 
+@pytest.mark.guarantee("cluster/draws")
 @pytest.mark.slow
 def test_draws_continue_after_a_restart_of_the_servers(tmp_path: Path) -> None:
     settings = Settings(path=tmp_path)
@@ -253,7 +259,7 @@ def test_different_fields_are_named(urls: list[str]) -> None:
 def test_every_name_of_the_buffer_is_there() -> None:
     one, several = (
         {name for name in dir(cls) if not name.startswith("_")}
-        for cls in (expstore.RemoteReplayBuffer, expstore.ShardedReplayBuffer)
+        for cls in (expstore.remote.RemoteReplayBuffer, expstore.cluster.ShardedReplayBuffer)
     )
     assert one - several == {"largest_priority"}
 
@@ -379,6 +385,7 @@ def test_a_forked_child_asks_shards_that_did_not_answer(broken: Any) -> None:
             assert missing() == ()
 
 
+@pytest.mark.guarantee("cluster/draws")
 @pytest.mark.slow
 def test_a_version_of_all_shards_is_restored(urls: list[str], tmp_path: Path) -> None:
     def actions_of(count: int) -> list[list[int]]:

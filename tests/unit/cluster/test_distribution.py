@@ -63,6 +63,11 @@ def matches(where: str | None) -> Any:
     return 1.0 if where is None else even().astype(np.float64)
 
 
+@pytest.mark.guarantee(
+    "cluster/distribution",
+    "Batches of several stores, and their weights, are distributed as those of one store with all rows, "
+    "for every sampler and with `where=`.",
+)
 @pytest.mark.some(2)
 @pytest.mark.parametrize("where", [None, "even"])
 def test_rows_are_drawn_uniformly(places: list[Any], where: str | None) -> None:
@@ -71,6 +76,7 @@ def test_rows_are_drawn_uniformly(places: list[Any], where: str | None) -> None:
     assert "priority_weight" not in drawn.keys()  # noqa: SIM118 - a TensorDict yields values
 
 
+@pytest.mark.guarantee("cluster/distribution")
 @pytest.mark.some(2)
 @pytest.mark.parametrize("where", [None, "even"])
 def test_rows_are_drawn_by_priority(places: list[Any], where: str | None) -> None:
@@ -80,6 +86,7 @@ def test_rows_are_drawn_by_priority(places: list[Any], where: str | None) -> Non
     np.testing.assert_allclose(drawn["priority_weight"].numpy(), weights_of(masses)[rows], rtol=1e-6)
 
 
+@pytest.mark.guarantee("cluster/distribution")
 @pytest.mark.some(3)
 @pytest.mark.parametrize(("by", "where"), [("start", None), ("trajectory", None), ("start", "even")])
 def test_slices_are_drawn_as_from_one_store(places: list[Any], by: str, where: str | None) -> None:
@@ -105,6 +112,7 @@ def test_short_slices_are_cut_at_their_ends(places: list[Any]) -> None:
             assert (np.diff(rows)[~flags[:-1]] == 1).all()
 
 
+@pytest.mark.guarantee("cluster/distribution")
 @pytest.mark.some(1)
 def test_slices_are_drawn_by_priority(places: list[Any]) -> None:
     spec = {"kind": "prioritized_slices", "slice_len": 4, "alpha": ALPHA, "beta": BETA}
@@ -115,6 +123,7 @@ def test_slices_are_drawn_by_priority(places: list[Any]) -> None:
     np.testing.assert_allclose(weights, np.repeat(weights_of(masses)[rows, None], 4, axis=1), rtol=1e-6)
 
 
+@pytest.mark.guarantee("cluster/distribution")
 @pytest.mark.some(2)
 @pytest.mark.parametrize("where", [None, "even"])
 def test_newer_rows_of_each_shard_are_drawn_more_often(places: list[Any], where: str | None) -> None:
@@ -149,6 +158,7 @@ def powers_of(priorities: dict[int, float]) -> Any:
     return (np.array(list(priorities.values())).astype(np.float32) + EPS) ** ALPHA
 
 
+@pytest.mark.guarantee("cluster/distribution")
 @pytest.mark.slow
 def test_batches_keep_their_distribution_while_others_write(tmp_path: Path) -> None:
     """Each batch is compared with the masses that it was drawn with, of which some are not those of now."""

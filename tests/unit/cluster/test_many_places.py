@@ -49,7 +49,7 @@ def stores(tmp_path: Path) -> Iterator[MixedStores]:
         yield stores
 
 
-def draw_some(rb: expstore.ShardedReplayBuffer) -> Any:
+def draw_some(rb: expstore.cluster.ShardedReplayBuffer) -> Any:
     batches: list[Any] = [rb.sample().exclude("shards_missing") for _ in range(BATCHES)]
     return torch.cat(batches)
 
@@ -187,7 +187,7 @@ def test_draws_continue_in_other_buffers_and_processes(rest: MixedStores) -> Non
         rb.load_state_dict(state)
 
 
-def close_stores(rb: expstore.ShardedReplayBuffer) -> None:
+def close_stores(rb: expstore.cluster.ShardedReplayBuffer) -> None:
     for number in (LOCAL, SHARED):
         rb.shards[number].close()
 

@@ -330,6 +330,10 @@ def test_a_store_is_known_by_its_uuid(make: Callable[..., Place], place: Place) 
 # -- answers that are lost, late, or come twice ----------------------------------------------------
 
 
+@pytest.mark.guarantee(
+    "server/retries",
+    "A write whose answer is lost is stored once; a request without an idempotency key is not sent again.",
+)
 @pytest.mark.parametrize("trouble", ["answer", "half", "refuse"])
 def test_an_append_whose_answer_is_lost_is_stored_once(make: Callable[..., Any], trouble: str) -> None:
     place = make("served")

@@ -12,10 +12,10 @@ import pytest
 import torch
 from tensordict import PersistentTensorDict
 
-from expstore import NotFoundError, SchemaError, StorageError
 from expstore.cli.app import run
 from expstore.datasets import D4RLReader
 from expstore.datasets.kinds import d4rl
+from expstore.errors import NotFoundError, SchemaError, StorageError
 from tests.support.imported_stores import import_rows
 from tests.support.refusals import check_refusals
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from expstore import NotFoundError, SchemaError, StorageError
 from expstore.datasets import GenDGRLExperienceReplay, GenDGRLReader, import_dataset
 from expstore.datasets.kinds import gen_dgrl
+from expstore.errors import NotFoundError, SchemaError, StorageError
 from tests.support.data_server import serving_files
 from tests.support.imported_stores import import_rows
 

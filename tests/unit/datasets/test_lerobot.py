@@ -17,10 +17,10 @@ import torch
 from PIL import Image
 
 import expstore
-from expstore import NotFoundError, SchemaError
 from expstore.cli.app import run
 from expstore.datasets import LeRobotReader, import_dataset, lerobot_columns_to_tensordict
 from expstore.datasets.kinds import lerobot
+from expstore.errors import NotFoundError, SchemaError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of importing torchrl's collectors
@@ -352,7 +352,7 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
     outside = pa.array([{"bytes": None, "path": "images/0.png"}] * 14, kind)
     fail("images in separate files", good.set_column(image, "observation.images.top", outside))
     broken = pa.array([{"bytes": b"abc", "path": None}] * 14, kind)
-    with pytest.raises(expstore.StorageError, match="an image of 3 bytes cannot be decoded"):
+    with pytest.raises(expstore.errors.StorageError, match="an image of 3 bytes cannot be decoded"):
         import_dataset(
             LeRobotReader(write_v3(root, good.set_column(image, "observation.images.top", broken))), target
         )
@@ -453,7 +453,7 @@ def test_videos_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(SchemaError, match=r"file-001\.mp4 has no frame at 0\.200 s"):
         import_dataset(LeRobotReader(root), tmp_path / "a.exp")
     file.write_bytes(b"no video")
-    with pytest.raises(expstore.StorageError, match=r"file-001\.mp4 is not a video"):
+    with pytest.raises(expstore.errors.StorageError, match=r"file-001\.mp4 is not a video"):
         import_dataset(LeRobotReader(root), tmp_path / "a.exp")
     file.unlink()
     with pytest.raises(NotFoundError, match="decode_video=False"):

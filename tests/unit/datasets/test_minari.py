@@ -17,11 +17,11 @@ from minari.data_collector import EpisodeBuffer
 from tensordict import TensorDict
 
 import expstore
-from expstore import NotFoundError, SchemaError, StorageError
 from expstore.cli.app import run
 from expstore.core import tuning
 from expstore.datasets import MinariReader, import_dataset
 from expstore.datasets.kinds import minari as reader_module
+from expstore.errors import NotFoundError, SchemaError, StorageError
 from tests.support.imported_stores import import_rows
 from tests.support.minari_sets import LENGTHS, create_minari, make_episodes, write_old_minari
 from tests.support.refusals import Refusal, check_refusals

@@ -14,14 +14,8 @@ import torchrl.data as theirs
 from tensordict import TensorDict
 
 import expstore
-from expstore import (
-    LazyTensorStorage,
-    OfflineToOnlineReplayBuffer,
-    RandomCropTensorDict,
-    ReplayBuffer,
-    ZarrStorage,
-    prefill_replay_buffer,
-)
+from expstore import LazyTensorStorage, RandomCropTensorDict, ReplayBuffer, ZarrStorage
+from expstore.datasets import OfflineToOnlineReplayBuffer, prefill_replay_buffer
 from expstore.errors import SchemaError
 from expstore.transforms import StepTransform
 from tests.support.refusals import check_refusals

@@ -17,10 +17,10 @@ import torch
 from PIL import Image
 
 import expstore
-from expstore import NotFoundError, SchemaError, StorageError
 from expstore.datasets import RLDSReader, import_dataset
 from expstore.datasets.kinds import rlds
 from expstore.datasets.tfrecord import parse_example, read_records
+from expstore.errors import NotFoundError, SchemaError, StorageError
 from tests.support.refusals import check_refusals
 
 # -- a writer --------------------------------------------------------------------------------------------

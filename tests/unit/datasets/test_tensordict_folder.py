@@ -12,9 +12,9 @@ import pytest
 import torch
 from tensordict import NonTensorData, TensorDict
 
-from expstore import NotFoundError, SchemaError, StorageError
 from expstore.datasets import TensorDictReader
 from expstore.datasets.kinds import tensordict_folder
+from expstore.errors import NotFoundError, SchemaError, StorageError
 from tests.support.imported_stores import import_rows
 from tests.support.refusals import check_refusals
 

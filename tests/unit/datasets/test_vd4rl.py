@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from expstore import NotFoundError, SchemaError, StorageError
 from expstore.datasets import VD4RLReader, import_dataset
 from expstore.datasets.kinds import vd4rl
+from expstore.errors import NotFoundError, SchemaError, StorageError
 from tests.support.imported_stores import import_rows
 
 with warnings.catch_warnings():

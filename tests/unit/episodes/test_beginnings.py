@@ -93,6 +93,12 @@ STORES: dict[str, Callable[[Path], Any]] = {
 }
 
 
+@pytest.mark.guarantee(
+    "rows/episodes",
+    "Where an episode begins follows from one rule "
+    "([Episodes](docs/episodes.md#where-an-episode-begins)); a row that does not continue a resumed "
+    "episode is refused.",
+)
 @pytest.mark.parametrize("store", STORES)
 def test_an_episode_begins(store: str, store_path: Path) -> None:
     for number, (case, (calls, expected)) in enumerate(CASES.items()):
@@ -257,6 +263,7 @@ WRITES: dict[str, Callable[[Any, float], Any]] = {
 }
 
 
+@pytest.mark.guarantee("rows/episodes")
 @pytest.mark.some(4)
 @pytest.mark.parametrize("write", WRITES)
 def test_the_first_row_must_continue_a_resumed_episode(write: str, store_path: Path) -> None:

@@ -173,6 +173,7 @@ def live_through_kills(cluster: Cluster, kills: int) -> None:
     assert actions(cluster) == sorted(known + written)
 
 
+@pytest.mark.guarantee("server/rows")
 @pytest.mark.torture  # Ray starts many processes for it: a minute or more on two cores
 def test_a_killed_shard_is_restarted_and_no_acknowledged_row_is_lost(cluster: Cluster) -> None:
     address = cluster.members.members[0].url
@@ -180,6 +181,7 @@ def test_a_killed_shard_is_restarted_and_no_acknowledged_row_is_lost(cluster: Cl
     assert cluster.members.members[0].url == address
 
 
+@pytest.mark.guarantee("server/rows")
 @pytest.mark.torture
 def test_ten_kills(cluster: Cluster) -> None:
     live_through_kills(cluster, 10)

@@ -26,7 +26,7 @@ import torch
 from tensordict import NonTensorData, TensorDict
 
 import expstore
-from expstore import RemoteReplayBuffer, Retries, errors
+from expstore import errors
 from expstore.api import Settings, create_app
 from expstore.errors import (
     ArgumentError,
@@ -40,6 +40,7 @@ from expstore.errors import (
     StateError,
     StorageError,
 )
+from expstore.remote import RemoteReplayBuffer, Retries
 from expstore.remote.local_only import INSTEAD
 from expstore.remote.transport import Address, Connection, _error_of
 from tests.support.arrow_bodies import batch_of
@@ -128,6 +129,10 @@ def test_arrays_are_stored_and_returned(server: Serving, name: str) -> None:
         rb.add({"a": [1, 2], "next": {"reward": 1.5, "done": False}})
 
 
+@pytest.mark.guarantee(
+    "server/same",
+    "Rows are written and read as in the server's process, and draws of a seed are those of a reader there.",
+)
 def test_rows_go_in_and_come_out_as_in_process(server: Serving, folder: Path, name: str) -> None:
     data = batch_of(30)
     with connect(server, name) as rb:
@@ -167,6 +172,7 @@ def test_arrays_may_be_the_default(server: Serving, name: str) -> None:
         copied.close()
 
 
+@pytest.mark.guarantee("server/same")
 @pytest.mark.parametrize("sampler", [None, {"kind": "prioritized", "alpha": 0.7, "beta": 0.5}])
 def test_draws_of_a_seed_are_those_of_a_reader(
     server: Serving, folder: Path, name: str, sampler: dict[str, Any] | None
@@ -544,6 +550,10 @@ def test_a_key_is_of_one_write(server: Serving, name: str) -> None:
         assert len(rb) == 3
 
 
+@pytest.mark.guarantee(
+    "server/streams",
+    "A stream of batches or a connection for draws that breaks loses no draw.",
+)
 def test_a_broken_stream_continues(server: Serving, name: str) -> None:
     with connect(server, name, batch_size=5000, seed=5) as rb:
         rb.extend(batch_of(50))
@@ -780,6 +790,7 @@ def test_versions_lie_with_the_store(server: Serving, name: str) -> None:
         rb.load(version="five")
 
 
+@pytest.mark.guarantee("server/retries")
 def test_requests_without_a_key_are_not_repeated(server: Serving, name: str) -> None:
     with Proxy(server.port, lambda number: "answer" if number == 1 else "") as proxy:
         with connect(proxy, name) as rb:
@@ -877,11 +888,13 @@ def _live_through_a_kill(folder: Path, clients: int, seconds: float) -> None:
         assert dict(rb.sql("SELECT _id, action FROM transitions").fetchall()) == acknowledged
 
 
+@pytest.mark.guarantee("server/rows")
 @pytest.mark.slow
 def test_acknowledged_rows_are_stored_once_after_a_kill(tmp_path: Path) -> None:
     _live_through_a_kill(tmp_path, 8, 6)
 
 
+@pytest.mark.guarantee("server/rows")
 @pytest.mark.torture
 @pytest.mark.timeout(600)
 def test_32_clients_and_a_kill(tmp_path: Path) -> None:

@@ -13,10 +13,9 @@ import httpx
 import pytest
 
 import expstore
-from expstore import RemoteReplayBuffer, Retries
 from expstore.api import Settings
 from expstore.errors import NotReadyError, RemoteError, StateError
-from expstore.remote import draw_stream
+from expstore.remote import RemoteReplayBuffer, Retries, draw_stream
 from expstore.remote.http_member import HttpMember
 from tests.support.arrow_bodies import batch_of
 from tests.support.forks import forked
@@ -85,6 +84,7 @@ def test_the_third_draw_opens_the_connection(
     assert len(requests) == 2
 
 
+@pytest.mark.guarantee("server/streams")
 @pytest.mark.parametrize("trouble", ["cut", "half", "answer", "refuse"])
 def test_a_broken_connection_loses_no_draw(
     server: Serving, requests: list[int], wanted: list[list[int]], trouble: str
@@ -168,6 +168,7 @@ def test_a_forked_child_draws_over_a_connection_of_its_own(server: Serving, want
         assert draw(rb, 6) == wanted[6:]
 
 
+@pytest.mark.guarantee("server/streams")
 def test_an_answer_that_is_not_taken_does_not_become_the_next_one(
     server: Serving, wanted: list[list[int]]
 ) -> None:

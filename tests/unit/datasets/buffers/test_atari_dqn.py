@@ -12,9 +12,10 @@ import torch
 from tensordict import TensorDictBase
 
 import expstore
-from expstore import ReplayBuffer, StateError
+from expstore import ReplayBuffer
 from expstore.cli.app import run as command
 from expstore.datasets import AtariDQNExperienceReplay
+from expstore.errors import StateError
 from tests.support.atari_files import LoggedRing, Step, play
 from tests.support.data_server import serving_files
 
@@ -138,7 +139,7 @@ def test_rows_equal_those_of_torchrls_class(tmp_path: Path, run: tuple[Path, lis
 def test_the_path_of_another_game_is_refused(tmp_path: Path, named: str) -> None:
     folder, _ = logged(tmp_path / named)
     with pytest.raises(
-        expstore.SchemaError, match=r"Pong/1 is requested, but the path .* names (Qbert|Pong/2)"
+        expstore.errors.SchemaError, match=r"Pong/1 is requested, but the path .* names (Qbert|Pong/2)"
     ):
         AtariDQNExperienceReplay("Pong/1", root=tmp_path / "root", source=folder)
     assert not list((tmp_path / "root").rglob("Pong/1"))
@@ -174,5 +175,5 @@ def test_the_folder_that_torchrl_made_of_a_run(
     assert command(["import", str(folder), str(tmp_path / "x.exp")]) == 0
     assert f"holds {len(wanted):,} rows" in capsys.readouterr().out
     (folder / "1" / "data" / "action.memmap").unlink()
-    with pytest.raises(expstore.SchemaError, match=r"checkpoint 1 .* has no \$store\$_action"):
+    with pytest.raises(expstore.errors.SchemaError, match=r"checkpoint 1 .* has no \$store\$_action"):
         AtariDQNExperienceReplay("Pong/5", root=tmp_path / "other", source=folder)

@@ -11,9 +11,10 @@ import torch
 from tensordict import TensorDictBase
 
 import expstore
-from expstore import LockedError, NotFoundError, ReplayBuffer, StateError
+from expstore import ReplayBuffer
 from expstore.datasets import D4RLExperienceReplay
 from expstore.datasets.d4rl_files import d4rl_files, score_bounds
+from expstore.errors import LockedError, NotFoundError, StateError
 from tests.support.data_server import serving_files
 from tests.unit.datasets.test_d4rl import arrays, write
 
@@ -166,7 +167,7 @@ def test_a_function_that_fails_leaves_nothing(tmp_path: Path, source: Path) -> N
 
     with pytest.raises(RuntimeError, match="no"):
         data.preprocess(fail, num_workers=0, dest=tmp_path / "made")
-    with pytest.raises(expstore.SchemaError, match=r"batch size \[2\] for 12 rows"):
+    with pytest.raises(expstore.errors.SchemaError, match=r"batch size \[2\] for 12 rows"):
         data.preprocess(lambda rows: rows[:2], num_workers=0, dest=tmp_path / "made")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["public", "root"]
     first = data.preprocess(twice, num_workers=0, num_frames=6, dest=tmp_path / "made")

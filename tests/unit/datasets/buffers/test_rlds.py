@@ -9,8 +9,8 @@ import pytest
 import torch
 from tensordict import TensorDictBase
 
-from expstore import NotFoundError, SchemaError, StateError
 from expstore.datasets import RLDSExperienceReplay
+from expstore.errors import NotFoundError, SchemaError, StateError
 from tests.support.data_server import serving_files
 from tests.unit.datasets.test_rlds import episode, example, small, write
 
