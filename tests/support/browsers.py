@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import parse_qs
 
 import pytest
 
@@ -100,18 +101,42 @@ class Visit:
         return found
 
 
-def wait_until(page: Page, expression: str, argument: Any = None) -> None:
+def expect(target: Any) -> Any:
+    """Return Playwright's assertions about a locator or a page, which wait until they hold."""
+    api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
+    api.expect.set_options(timeout=PATIENCE)
+    return api.expect(target)
+
+
+def wait_until(page: Page, expression: str, argument: Any = None, *, pace: int = 0) -> None:
     """Wait until JavaScript is true. The policy of the page forbids what `page.wait_for_function` does.
 
     Args:
         page: The page.
         expression: An expression, or a function of `argument`.
         argument: A JSON value.
+        pace: Milliseconds by which the page's clock, which the test has installed, is advanced before each look.
     """
     deadline = time.monotonic() + PATIENCE / 1000
     while not page.evaluate(expression, argument):
         assert time.monotonic() < deadline, expression
-        page.wait_for_timeout(50)
+        if pace:
+            page.clock.run_for(pace)
+        page.wait_for_timeout(20)
+
+
+def query_of(page: Page) -> dict[str, str]:
+    """Return the state in the address of a page. (`page.url` follows the address with a delay.)"""
+    text = page.evaluate("location.hash").partition("?")[2]
+    return {name: values[0] for name, values in parse_qs(text).items()}
+
+
+def wait_for_query(page: Page, expected: dict[str, str]) -> None:
+    """Wait until the state in the address of a page has these entries."""
+    deadline = time.monotonic() + PATIENCE / 1000
+    while not expected.items() <= (found := query_of(page)).items():
+        assert time.monotonic() < deadline, f"the address has {found}, not {expected}"
+        page.wait_for_timeout(20)
 
 
 def read_findings(page: Page, rules: list[str] | None = None) -> list[str]:
