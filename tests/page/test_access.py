@@ -74,8 +74,7 @@ def test_a_token_that_cannot_be_sent_is_refused(visit: Callable[..., Visit], gua
 def test_the_page_goes_on_when_the_server_is_back(visit: Callable[..., Visit], server: Serving) -> None:
     is_there = [True]
     with Proxy(server.port, lambda number: "" if is_there[0] else "refuse") as proxy:
-        tab = visit(url=f"http://127.0.0.1:{proxy.port}")
-        tab.page.clock.install()  # the page tries again after pauses
+        tab = visit(url=f"http://127.0.0.1:{proxy.port}", has_clock=True)  # the page tries again after pauses
         page = tab.open("/stores/run?by=source")
         is_there[0] = False
         proxy.cut()
@@ -91,8 +90,7 @@ def test_the_page_goes_on_when_the_server_is_back(visit: Callable[..., Visit], s
 
 
 def test_a_hidden_tab_asks_for_nothing(visit: Callable[..., Visit]) -> None:
-    tab = visit()
-    tab.page.clock.install()
+    tab = visit(has_clock=True)
     page = tab.open("/")
     hide(page, True)
     page.clock.run_for(1000)

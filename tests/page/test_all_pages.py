@@ -51,7 +51,7 @@ MARKS = {
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_sound(name: str, visit: Callable[..., Visit]) -> None:
-    tab = visit(color_scheme="light")
+    tab = visit()
     page = tab.open(PAGES[name])
     wait_until(page, "text => document.querySelector('main').innerText.includes(text)", MARKS.get(name, ""))
     expect(page.locator("main .error")).to_have_count(int(name == "no such store"))

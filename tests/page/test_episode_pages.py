@@ -255,8 +255,7 @@ def test_the_player_follows_the_keyboard(visit: Open) -> None:
 
 
 def test_the_player_plays_to_the_end_or_in_a_loop(visit: Open) -> None:
-    tab = visit()
-    tab.page.clock.install()
+    tab = visit(has_clock=True)
     page = tab.open("/stores/run/episodes/2")
     page.wait_for_selector("canvas[data-step='0']")
     play = page.locator(".play")

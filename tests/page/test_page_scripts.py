@@ -38,7 +38,9 @@ def test_an_old_node_is_not_used(programs: Path, capsys: pytest.CaptureFixture[s
     assert "Node is v18.19.0, not 20 or later" in capsys.readouterr().out
 
 
-def test_without_a_network_only_the_unit_tests_run(programs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_network_only_the_unit_tests_run(
+    programs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_program(programs / "node", '[ "$1" = --version ] && echo v20.0.0; exit 0')
     write_program(programs / "npm", "echo npm error code EAI_AGAIN >&2; exit 1")
     assert page_scripts.main([]) == 0

@@ -1,7 +1,7 @@
 """A system Chromium for tests of the page, and what its pages asked for and reported.
 
-A browser lives as long as one module: Playwright's synchronous interface runs an event loop in the thread of
-the tests, in which other modules could start none.
+A browser lives as long as the tests of one folder: Playwright's synchronous interface runs an event loop in
+the thread of the tests, in which other tests could start none.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, Request
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+#: Size of the window, in pixels.
+WIDTH, HEIGHT = 1024, 768
 #: Milliseconds that a page may take on a busy machine.
 PATIENCE = 60_000
 #: Findings of axe that fail a test.
@@ -47,16 +49,20 @@ class Visit:
         browser: The browser.
         url: Where the server listens.
         token: Token for the page; None: the server asks for none.
-        options: Options of the browser's context.
+        has_clock: Whether the test moves the page's clock (`page.clock`).
     """
 
-    def __init__(self, browser: Browser, url: str, *, token: str | None = None, **options: Any) -> None:
+    def __init__(
+        self, browser: Browser, url: str, *, token: str | None = None, has_clock: bool = False
+    ) -> None:
         self.url, self._token = url, token
         self.context = browser.new_context(
-            **{"viewport": {"width": 1024, "height": 768}, "reduced_motion": "reduce"} | options
+            viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="light", reduced_motion="reduce"
         )
         self.context.set_default_timeout(PATIENCE)
         self.page: Page = self.context.new_page()
+        if has_clock:
+            self.page.clock.install()
         self.requests: list[Request] = []
         self.errors: list[str] = []
         self.page.on("request", lambda request: self.requests.append(request))
@@ -73,6 +79,14 @@ class Visit:
 
     def __exit__(self, *_: object) -> None:
         self.context.close()
+
+    def reset(self) -> None:
+        """Leave the page, and forget what it did, so that the tab is as a new one."""
+        self.page.goto("about:blank")
+        self.page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
+        self.page.emulate_media(color_scheme="light")
+        self.requests.clear()
+        self.errors.clear()
 
     def open(self, address: str) -> Page:
         """Open a page by what follows `#` in its address, and wait until it is drawn."""
@@ -94,7 +108,7 @@ class Visit:
 
     def overflow(self, width: int) -> int:
         """Return by how many pixels the page is wider than a window."""
-        self.page.set_viewport_size({"width": width, "height": 768})
+        self.page.set_viewport_size({"width": width, "height": HEIGHT})
         # Charts follow their containers after a layout.
         self.page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
         found: int = self.page.evaluate("document.querySelector('main').scrollWidth - innerWidth")
@@ -115,7 +129,7 @@ def wait_until(page: Page, expression: str, argument: Any = None, *, pace: int =
         page: The page.
         expression: An expression, or a function of `argument`.
         argument: A JSON value.
-        pace: Milliseconds by which the page's clock, which the test has installed, is advanced before each look.
+        pace: Milliseconds by which the page's clock is advanced before each look (`Visit(has_clock=True)`).
     """
     deadline = time.monotonic() + PATIENCE / 1000
     while not page.evaluate(expression, argument):

@@ -39,14 +39,21 @@ class MissingTool(Exception):
 
 def formatted_files() -> list[Path]:
     """Return the files that prettier formats."""
-    scripts = [path for path in STATIC.rglob("*") if path.suffix in (".js", ".css") and "vendor" not in path.parts]
+    scripts = [
+        path for path in STATIC.rglob("*") if path.suffix in (".js", ".css") and "vendor" not in path.parts
+    ]
     return sorted([*scripts, *TESTS.glob("*.mjs")])
 
 
 def run(*command: object) -> int:
     """Run a program in the checkout, print its output if it fails, and return its exit code."""
     done = subprocess.run(
-        [*map(str, command)], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+        [*map(str, command)],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
     )
     if done.returncode:
         print(done.stdout, end="", flush=True)
@@ -64,7 +71,9 @@ def find_node() -> str:
         raise MissingTool("the scripts of the page are not checked: Node is not installed")
     version = subprocess.run([node, "--version"], capture_output=True, text=True, check=True).stdout.strip()
     if int(version.lstrip("v").partition(".")[0]) < OLDEST_NODE:
-        raise MissingTool(f"the scripts of the page are not checked: Node is {version}, not {OLDEST_NODE} or later")
+        raise MissingTool(
+            f"the scripts of the page are not checked: Node is {version}, not {OLDEST_NODE} or later"
+        )
     return node
 
 

@@ -24,6 +24,8 @@ import { facts, table } from "../table.js";
 /** Milliseconds between two summaries, and between two requests for the series. `live.js` says why pages poll. */
 const SUMMARY_PAUSE = 2000;
 const SERIES_PAUSE = 4000;
+/** The server may answer with series that are this old, in milliseconds. */
+const ANSWER_AGE = 5000;
 /** Without an event the page asks for each fifth summary only. */
 const QUIET_PAUSES = 5;
 const HEIGHT = 230;
@@ -92,7 +94,7 @@ export async function render(root, context) {
       if (!hasGrown && pauses < QUIET_PAUSES) return;
       [hasGrown, pauses] = [false, 0];
       const now = await getJson(storePath(params.store, "/summary"), { signal });
-      curves.isStale ||= now.written !== written || endedOf(now) !== ended;
+      if (now.written !== written || endedOf(now) !== ended) curves.changedAt = performance.now();
       [written, ended] = [now.written, endedOf(now)];
       show(now);
     },
@@ -314,7 +316,12 @@ class Curves {
     this.place = place;
     this.context = context;
     this.store = context.params.store;
-    this.isStale = false;
+    /**
+     * When the store was seen to have changed, until the series are newer than that.
+     *
+     * @type {number | null}
+     */
+    this.changedAt = null;
     this.by = query.get("by") ?? "none";
     this.x = X_CHOICES.some(([value]) => value === query.get("x")) ? /** @type {string} */ (query.get("x")) : "episode";
     this.weight = readSmoothing(query.get("smooth"));
@@ -381,9 +388,11 @@ class Curves {
     repeat(
       SERIES_PAUSE,
       async () => {
-        if (!this.isStale) return;
-        this.isStale = false;
+        const { changedAt } = this;
+        if (changedAt === null) return;
+        const isNewer = performance.now() - changedAt >= ANSWER_AGE;
         await this.load();
+        if (isNewer && this.changedAt === changedAt) this.changedAt = null;
       },
       signal,
     );
