@@ -66,17 +66,19 @@ torture: .venv .venv/.loops  ## kill it ten thousand times (three hours on two c
 soak: .venv  ## an hour of steady work: a server's memory, descriptors and threads stay as they are
 	$(BIN)/python -m tests.support.soak
 
-lint: .venv  ## check format, style, imports, types, spelling and the shape of the code
+lint: .venv  ## check format, style, imports, types, spelling, the shape of the code, and the page's scripts
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy --strict expstore api
 	$(BIN)/codespell
 	$(BIN)/python -m tests.support.shape --check
+	$(BIN)/python -m tests.support.page_scripts
 
 format: .venv  ## write the format, and the fixes that are safe
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+	$(BIN)/python -m tests.support.page_scripts --format
 
 docs: .venv/.docs  ## build the documentation site into build/site; it is read without a server or a network
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -1,7 +1,18 @@
 // @ts-check
 /** The frame around every page: addresses, navigation, the connection to the server, the token. */
 
-import { decodeSafely, getJson, hasToken, isAlive, onConnection, setConnection, setToken, takeTokenFromAddress } from "./client.js";
+import { href } from "./addresses.js";
+import {
+  ApiError,
+  decodeSafely,
+  getJson,
+  hasToken,
+  isAlive,
+  onConnection,
+  setConnection,
+  setToken,
+  takeTokenFromAddress,
+} from "./client.js";
 import { emptyState, errorState, h, replace } from "./dom.js";
 
 /**
@@ -23,12 +34,21 @@ const PAGES = [
   { path: /^\/compare$/, names: [], load: () => import("./pages/compare.js") },
   { path: /^\/stores\/([^/]+)$/, names: ["store"], load: () => import("./pages/store.js") },
   { path: /^\/stores\/([^/]+)\/episodes$/, names: ["store"], load: () => import("./pages/episodes.js") },
-  { path: /^\/stores\/([^/]+)\/episodes\/(\d+)$/, names: ["store", "episode"], load: () => import("./pages/episode.js") },
+  {
+    path: /^\/stores\/([^/]+)\/episodes\/(\d+)$/,
+    names: ["store", "episode"],
+    load: () => import("./pages/episode.js"),
+  },
   { path: /^\/stores\/([^/]+)\/sql$/, names: ["store"], load: () => import("./pages/sql.js") },
   { path: /^\/stores\/([^/]+)\/sampling$/, names: ["store"], load: () => import("./pages/sampling.js") },
 ];
 /** Pages of one store, for the navigation. */
-const TABS = [["", "Overview"], ["/episodes", "Episodes"], ["/sql", "SQL"], ["/sampling", "Sampling"]];
+const TABS = [
+  ["", "Overview"],
+  ["/episodes", "Episodes"],
+  ["/sql", "SQL"],
+  ["/sampling", "Sampling"],
+];
 
 const root = /** @type {HTMLElement} */ (document.getElementById("page"));
 const nav = /** @type {HTMLElement} */ (document.getElementById("nav"));
@@ -40,26 +60,6 @@ let current = new AbortController();
 /** The address that is shown. */
 let address = "";
 
-/**
- * The address of a page.
- *
- * @param {string} path Such as "/stores/demo/episodes"; encode names with `encodeURIComponent`.
- * @param {Record<string, any>} [query]
- */
-export function href(path, query = {}) {
-  const parameters = new URLSearchParams();
-  for (const [name, value] of Object.entries(query)) {
-    if (value !== null && value !== undefined && value !== "") parameters.set(name, String(value));
-  }
-  const text = parameters.toString();
-  return `#${path}${text ? `?${text}` : ""}`;
-}
-
-/** @param {string} store @param {string} [rest] @param {Record<string, any>} [query] */
-export function storeHref(store, rest = "", query = {}) {
-  return href(`/stores/${encodeURIComponent(store)}${rest}`, query);
-}
-
 function read() {
   const [path, query = ""] = location.hash.replace(/^#/, "").split(/\?(.*)/s);
   return { path: path || "/", query: new URLSearchParams(query) };
@@ -67,7 +67,8 @@ function read() {
 
 /** Show the page of the address. */
 async function show() {
-  if (location.hash === "#page") {  // the link that skips the navigation
+  if (location.hash === "#page") {
+    // the link that skips the navigation
     root.focus();
     history.replaceState(null, "", address || "#/");
     return;
@@ -104,8 +105,9 @@ async function show() {
     await module.render(root, { params, query, setQuery, signal: here.signal, server });
   } catch (error) {
     if (here.signal.aborted) return;
-    if (error?.status === 401) return;  // the question for the token is shown
-    replace(root, errorState(error), error?.status === 404 ? h("p", null, h("a", { href: "#/" }, "All stores")) : null);
+    const code = error instanceof ApiError ? error.status : null;
+    if (code === 401) return; // the question for the token is shown
+    replace(root, errorState(error), code === 404 ? h("p", null, h("a", { href: "#/" }, "All stores")) : null);
   }
   if (!here.signal.aborted) document.body.dataset.ready = path;
 }
@@ -115,12 +117,19 @@ function drawNavigation(store, path) {
   const link = (/** @type {string} */ to, /** @type {string} */ text, /** @type {boolean} */ here) =>
     h("a", { href: to, "aria-current": here ? "page" : null }, text);
   const base = store === null ? "" : `/stores/${encodeURIComponent(store)}`;
-  replace(nav,
-    link("#/", "Stores", path === "/"), link("#/compare", "Compare", path === "/compare"),
-    store === null ? null : [
-      h("span.nav-store", { title: store }, store),
-      TABS.map(([rest, text]) => link(`#${base}${rest}`, text, rest === "" ? path === base : path.startsWith(base + rest))),
-    ]);
+  replace(
+    nav,
+    link("#/", "Stores", path === "/"),
+    link("#/compare", "Compare", path === "/compare"),
+    store === null
+      ? null
+      : [
+          h("span.nav-store", { title: store }, store),
+          TABS.map(([rest, text]) =>
+            link(`#${base}${rest}`, text, rest === "" ? path === base : path.startsWith(base + rest)),
+          ),
+        ],
+  );
 }
 
 /** Ask for the token, and try again with it. */
@@ -128,19 +137,28 @@ function askForToken() {
   current.abort();
   const wrong = hasToken();
   const field = h("input", { type: "password", id: "token", autocomplete: "off", required: true, size: 40 });
-  const form = h("form.card.token", {
-    submit: (/** @type {Event} */ event) => {
-      event.preventDefault();
-      setToken(field.value.trim());
-      setConnection("online");
-      show();
+  const form = h(
+    "form.card.token",
+    {
+      submit: (/** @type {Event} */ event) => {
+        event.preventDefault();
+        setToken(field.value.trim());
+        setConnection("online");
+        show();
+      },
     },
-  },
     h("h1", null, "This server needs a token"),
     wrong ? h("p.error", { role: "alert" }, "The server does not know this token.") : null,
-    h("p", null, "It is in the file that the server was started with: --read-token-file to look, --token-file to change facts, too. ",
-      "The page keeps it until this tab is closed."),
-    h("label", { for: "token" }, "Token"), field, h("button.primary", { type: "submit" }, "Open"));
+    h(
+      "p",
+      null,
+      "It is in the file that the server was started with: --read-token-file to look, --token-file to change facts, too. ",
+      "The page keeps it until this tab is closed.",
+    ),
+    h("label", { for: "token" }, "Token"),
+    field,
+    h("button.primary", { type: "submit" }, "Open"),
+  );
   replace(root, form);
   field.focus();
   document.body.dataset.ready = "token";
@@ -167,8 +185,13 @@ function start() {
     if (state === "offline") waitForServer();
     if (state === "unauthorized") askForToken();
   });
-  window.addEventListener("hashchange", () => { takeTokenFromAddress(); if (location.hash !== address) show(); });
-  window.addEventListener("popstate", () => { if (location.hash !== address) show(); });
+  window.addEventListener("hashchange", () => {
+    takeTokenFromAddress();
+    if (location.hash !== address) show();
+  });
+  window.addEventListener("popstate", () => {
+    if (location.hash !== address) show();
+  });
   show();
 }
 

@@ -82,9 +82,17 @@ export function paletteColour(number) {
 export function lineChart(container, options) {
   const place = h("div.plot", { "aria-hidden": "true" });
   const figures = h("div");
-  const details = h("details.figures", {
-    toggle: () => { if (details.open) figures.replaceChildren(figureTable(options, x, series)); else figures.replaceChildren(); },
-  }, h("summary", null, "Figures"), figures);
+  const details = h(
+    "details.figures",
+    {
+      toggle: () => {
+        if (details.open) figures.replaceChildren(figureTable(options, x, series));
+        else figures.replaceChildren();
+      },
+    },
+    h("summary", null, "Figures"),
+    figures,
+  );
   const element = h("figure.chart", { role: "group", "aria-label": options.title }, place, details);
   container.replaceChildren(element);
   let { x, series } = options;
@@ -105,14 +113,21 @@ export function lineChart(container, options) {
 
   const draw = () => {
     plot?.destroy();
-    plot = new uPlot(settings(options, x, series, place, placeCursor, () => range), dataOf(x, series), place);
+    plot = new uPlot(
+      settings(options, x, series, place, placeCursor, () => range),
+      dataOf(x, series),
+      place,
+    );
     plot.over.append(cursor);
     // After a drag uPlot lets no click through.
-    if (options.onSelect) plot.over.addEventListener("click", (/** @type {MouseEvent} */ event) => options.onSelect(plot.posToVal(event.offsetX, "x")));
+    plot.over.addEventListener("click", (/** @type {MouseEvent} */ event) =>
+      options.onSelect?.(plot.posToVal(event.offsetX, "x")),
+    );
     placeCursor();
   };
   const resize = new ResizeObserver(() => {
-    if (plot && place.clientWidth > 0 && place.clientWidth !== plot.width) plot.setSize({ width: place.clientWidth, height: plot.height });
+    if (plot && place.clientWidth > 0 && place.clientWidth !== plot.width)
+      plot.setSize({ width: place.clientWidth, height: plot.height });
   });
   resize.observe(place);
   const scheme = matchMedia("(prefers-color-scheme: dark)");
@@ -127,8 +142,12 @@ export function lineChart(container, options) {
   return {
     element,
     setData(nextX, nextSeries) {
-      const same = plot && nextSeries.length === series.length && nextSeries.every((entry, number) =>
-        entry.label === series[number].label && Boolean(entry.low) === Boolean(series[number].low));
+      const same =
+        plot &&
+        nextSeries.length === series.length &&
+        nextSeries.every(
+          (entry, number) => entry.label === series[number].label && Boolean(entry.low) === Boolean(series[number].low),
+        );
       x = nextX;
       series = nextSeries;
       if (same) plot.setData(dataOf(x, series));
@@ -161,62 +180,133 @@ function around(value) {
   return [value - margin, value + margin];
 }
 
-function settings(/** @type {any} */ options, /** @type {number[]} */ x, /** @type {Series[]} */ series,
-  /** @type {HTMLElement} */ place, /** @type {() => void} */ placeCursor, /** @type {() => [number, number] | null} */ range) {
+function settings(
+  /** @type {any} */ options,
+  /** @type {number[]} */ x,
+  /** @type {Series[]} */ series,
+  /** @type {HTMLElement} */ place,
+  /** @type {() => void} */ placeCursor,
+  /** @type {() => [number, number] | null} */ range,
+) {
   const ink = css("--ink-soft");
   const line = css("--line");
-  const axis = { stroke: ink, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 }, font: "12px system-ui", labelFont: "12px system-ui" };
+  const axis = {
+    stroke: ink,
+    grid: { stroke: line, width: 1 },
+    ticks: { stroke: line, width: 1 },
+    font: "12px system-ui",
+    labelFont: "12px system-ui",
+  };
   const bands = [];
   const entries = [];
   for (const one of series) {
-    const colour = (typeof one.colour === "function" ? one.colour() : one.colour) ?? colourOf(one.label, series.map((each) => each.label));
-    const paths = options.bars ? uPlot.paths.bars({ size: [1, 100], gap: 1 }) : one.steps ? uPlot.paths.stepped({ align: 1 }) : undefined;
+    const colour =
+      (typeof one.colour === "function" ? one.colour() : one.colour) ??
+      colourOf(
+        one.label,
+        series.map((each) => each.label),
+      );
+    const paths = options.bars
+      ? uPlot.paths.bars({ size: [1, 100], gap: 1 })
+      : one.steps
+        ? uPlot.paths.stepped({ align: 1 })
+        : undefined;
     entries.push({
-      label: one.label, stroke: colour, width: options.bars || options.lines === false ? 0 : 1.5, paths, spanGaps: true,
-      fill: options.bars ? colour : undefined, points: { show: options.points ?? x.length < 2, size: 4, fill: colour, stroke: colour, width: 1 },
+      label: one.label,
+      stroke: colour,
+      width: options.bars || options.lines === false ? 0 : 1.5,
+      paths,
+      spanGaps: true,
+      fill: options.bars ? colour : undefined,
+      points: { show: options.points ?? x.length < 2, size: 4, fill: colour, stroke: colour, width: 1 },
       value: (/** @type {any} */ _, /** @type {number} */ value) => number(value),
     });
     if (one.low && one.high) {
-      const edge = { stroke: `color-mix(in srgb, ${colour} 22%, transparent)`, width: 1, points: { show: false }, spanGaps: true, class: "band-edge" };
+      const edge = {
+        stroke: `color-mix(in srgb, ${colour} 22%, transparent)`,
+        width: 1,
+        points: { show: false },
+        spanGaps: true,
+        class: "band-edge",
+      };
       entries.push({ label: `${one.label} low`, ...edge }, { label: `${one.label} high`, ...edge });
-      bands.push({ series: [entries.length, entries.length - 1], fill: `color-mix(in srgb, ${colour} 18%, transparent)` });
+      bands.push({
+        series: [entries.length, entries.length - 1],
+        fill: `color-mix(in srgb, ${colour} 18%, transparent)`,
+      });
     }
   }
   return {
-    width: Math.max(place.clientWidth, 200), height: options.height ?? 220, ms: 1, bands,
+    width: Math.max(place.clientWidth, 200),
+    height: options.height ?? 220,
+    ms: 1,
+    bands,
     scales: {
-      x: { time: options.isTime ?? false, distr: options.isLog ? 3 : 1, ...(x.length === 1 && !options.isTime ? { range: around(x[0]) } : {}) },
+      x: {
+        time: options.isTime ?? false,
+        distr: options.isLog ? 3 : 1,
+        ...(x.length === 1 && !options.isTime ? { range: around(x[0]) } : {}),
+      },
       // A line of equal values is in the middle of its plot.
-      y: { range: (/** @type {any} */ _, /** @type {number} */ low, /** @type {number} */ high) => (low === high && low !== null ? around(low) : uPlot.rangeNum(low ?? 0, high ?? 1, 0.1, true)) },
+      y: {
+        range: (/** @type {any} */ _, /** @type {number} */ low, /** @type {number} */ high) =>
+          low === high && low !== null ? around(low) : uPlot.rangeNum(low ?? 0, high ?? 1, 0.1, true),
+      },
     },
     legend: { show: series.length > 1 || !options.bars, live: true },
     cursor: {
-      sync: options.sync ? { key: options.sync } : undefined, points: { size: 6 },
+      sync: options.sync ? { key: options.sync } : undefined,
+      points: { size: 6 },
       drag: { x: Boolean(options.onRange), y: false, setScale: false },
     },
     axes: [
       { ...axis, label: options.xLabel, labelSize: options.xLabel ? 18 : 0, size: 32, ...xTicks(options) },
-      { ...axis, label: options.yLabel, labelSize: options.yLabel ? 18 : 0, size: 56, values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map(number) },
+      {
+        ...axis,
+        label: options.yLabel,
+        labelSize: options.yLabel ? 18 : 0,
+        size: 56,
+        values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map(number),
+      },
     ],
-    series: [{ label: options.xLabel ?? "x", value: (/** @type {any} */ _, /** @type {number} */ value) => (options.isTime ? formatTime(value) : number(value)) }, ...entries],
+    series: [
+      {
+        label: options.xLabel ?? "x",
+        value: (/** @type {any} */ _, /** @type {number} */ value) =>
+          options.isTime ? formatTime(value) : number(value),
+      },
+      ...entries,
+    ],
     hooks: {
-      setSize: [(/** @type {any} */ plot) => { if (plot.over.isConnected) requestAnimationFrame(placeCursor); }],
-      draw: [(/** @type {any} */ plot) => {
-        const chosen = range();
-        if (chosen) {
-          const [from, to] = chosen.map((value) => Math.min(Math.max(plot.valToPos(value, "x", true), plot.bbox.left), plot.bbox.left + plot.bbox.width));
-          plot.ctx.save();
-          plot.ctx.globalAlpha = 0.16;
-          plot.ctx.fillStyle = css("--accent");
-          plot.ctx.fillRect(from, plot.bbox.top, Math.max(to - from, 2), plot.bbox.height);
-          plot.ctx.restore();
-        }
-      }],
-      setSelect: options.onRange ? [(/** @type {any} */ plot) => {
-        const { left, width } = plot.select;
-        if (width > 3) options.onRange(plot.posToVal(left, "x"), plot.posToVal(left + width, "x"));
-        plot.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
-      }] : [],
+      setSize: [
+        (/** @type {any} */ plot) => {
+          if (plot.over.isConnected) requestAnimationFrame(placeCursor);
+        },
+      ],
+      draw: [
+        (/** @type {any} */ plot) => {
+          const chosen = range();
+          if (chosen) {
+            const [from, to] = chosen.map((value) =>
+              Math.min(Math.max(plot.valToPos(value, "x", true), plot.bbox.left), plot.bbox.left + plot.bbox.width),
+            );
+            plot.ctx.save();
+            plot.ctx.globalAlpha = 0.16;
+            plot.ctx.fillStyle = css("--accent");
+            plot.ctx.fillRect(from, plot.bbox.top, Math.max(to - from, 2), plot.bbox.height);
+            plot.ctx.restore();
+          }
+        },
+      ],
+      setSelect: options.onRange
+        ? [
+            (/** @type {any} */ plot) => {
+              const { left, width } = plot.select;
+              if (width > 3) options.onRange(plot.posToVal(left, "x"), plot.posToVal(left + width, "x"));
+              plot.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
+            },
+          ]
+        : [],
     },
   };
 }
@@ -239,7 +329,8 @@ function xTicks(/** @type {any} */ { isTime, isLog }) {
       const [first, last] = [Math.ceil(Math.log10(low)), Math.floor(Math.log10(high))];
       return Array.from({ length: Math.max(last - first + 1, 0) }, (___, number) => 10 ** (first + number));
     },
-    values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map((tick) => (tick >= 0.001 && tick < 1e5 ? number(tick) : tick.toExponential(0))),
+    values: (/** @type {any} */ _, /** @type {number[]} */ ticks) =>
+      ticks.map((tick) => (tick >= 0.001 && tick < 1e5 ? number(tick) : tick.toExponential(0))),
   };
 }
 
@@ -258,7 +349,11 @@ function xTicks(/** @type {any} */ { isTime, isLog }) {
  */
 export function histogram(container, options) {
   return lineChart(container, {
-    ...options, isLog: areGrowing(options.edges), bars: true, height: options.height ?? 160, ...histogramData(options.edges, options.counts),
+    ...options,
+    isLog: areGrowing(options.edges),
+    bars: true,
+    height: options.height ?? 160,
+    ...histogramData(options.edges, options.counts),
   });
 }
 
@@ -292,10 +387,18 @@ export function sparkline(values, label) {
   const height = 24;
   const low = Math.min(...values);
   const span = Math.max(...values) - low || 1;
-  const points = values.map((value, number) =>
-    `${((number / Math.max(values.length - 1, 1)) * (width - 2) + 1).toFixed(1)},${(height - 2 - ((value - low) / span) * (height - 4)).toFixed(1)}`);
+  const points = values.map(
+    (value, number) =>
+      `${((number / Math.max(values.length - 1, 1)) * (width - 2) + 1).toFixed(1)},${(height - 2 - ((value - low) / span) * (height - 4)).toFixed(1)}`,
+  );
   const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  for (const [name, value] of Object.entries({ viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label, class: "sparkline" })) svg.setAttribute(name, value);
+  for (const [name, value] of Object.entries({
+    viewBox: `0 0 ${width} ${height}`,
+    role: "img",
+    "aria-label": label,
+    class: "sparkline",
+  }))
+    svg.setAttribute(name, value);
   const line = document.createElementNS("http://www.w3.org/2000/svg", "polyline");
   line.setAttribute("points", points.join(" "));
   svg.append(line);
@@ -337,8 +440,34 @@ export function thin(x, columns, most = MOST_POINTS) {
 function figureTable(/** @type {any} */ options, /** @type {number[]} */ x, /** @type {Series[]} */ series) {
   const stride = Math.ceil(x.length / 200);
   const rows = x.map((_, number) => number).filter((number) => number % stride === 0);
-  return h("div.scroll", { tabindex: "0", role: "region", "aria-label": `Figures: ${options.title}` }, h("table", null,
-    h("thead", null, h("tr", null, h("th", { scope: "col" }, options.xLabel ?? "x"), series.map((one) => h("th", { scope: "col" }, one.label)))),
-    h("tbody", null, rows.map((at) => h("tr", null, h("td.number", null, options.isTime ? formatTime(x[at]) : number(x[at])),
-      series.map((one) => h("td.number", null, number(one.values[at]))))))));
+  return h(
+    "div.scroll",
+    { tabindex: "0", role: "region", "aria-label": `Figures: ${options.title}` },
+    h(
+      "table",
+      null,
+      h(
+        "thead",
+        null,
+        h(
+          "tr",
+          null,
+          h("th", { scope: "col" }, options.xLabel ?? "x"),
+          series.map((one) => h("th", { scope: "col" }, one.label)),
+        ),
+      ),
+      h(
+        "tbody",
+        null,
+        rows.map((at) =>
+          h(
+            "tr",
+            null,
+            h("td.number", null, options.isTime ? formatTime(x[at]) : number(x[at])),
+            series.map((one) => h("td.number", null, number(one.values[at]))),
+          ),
+        ),
+      ),
+    ),
+  );
 }

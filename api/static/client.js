@@ -114,8 +114,13 @@ export async function request(path, { method = "GET", query = {}, body, accept =
   let response;
   try {
     response = await fetch(address, {
-      method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body),
-      cache: "no-store", credentials: "omit", redirect: "error",
+      method,
+      headers,
+      signal,
+      body: body === undefined ? undefined : JSON.stringify(body),
+      cache: "no-store",
+      credentials: "omit",
+      redirect: "error",
     });
   } catch (error) {
     if (signal?.aborted) throw error;
@@ -160,10 +165,13 @@ export async function readJson(response) {
  * @returns {any}
  */
 export function parseJson(text) {
-  if (!LONG_INTEGER.test(text)) return JSON.parse(text);  // a function for each value takes several times as long
-  const keep = (/** @type {string} */ _, /** @type {any} */ value, /** @type {any} */ found) =>
-    (Number.isInteger(value) && !Number.isSafeInteger(value) && /^-?\d+$/.test(found?.source) ? found.source : value);
-  return JSON.parse(text, keep);
+  if (!LONG_INTEGER.test(text)) return JSON.parse(text); // a function for each value takes several times as long
+  // TypeScript does not know the third argument, which has the text of a value.
+  const keep = (/** @type {[string, any, {source: string}?]} */ ...[, value, literal]) =>
+    Number.isInteger(value) && !Number.isSafeInteger(value) && /^-?\d+$/.test(literal?.source ?? "")
+      ? literal?.source
+      : value;
+  return JSON.parse(text, /** @type {any} */ (keep));
 }
 
 /** @param {any} value Whether it is an integer that `parseJson` has made a text. */

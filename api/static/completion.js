@@ -10,8 +10,32 @@ import { announce, h, replace } from "./dom.js";
 /** Most entries of the list. */
 const MOST = 12;
 const KEYWORDS = [
-  "SELECT", "FROM", "WHERE", "GROUP BY", "ORDER BY", "LIMIT", "HAVING", "JOIN", "USING", "DISTINCT", "BETWEEN", "CASE", "WHEN", "THEN", "ELSE", "END",
-  "count(*)", "avg(", "sum(", "min(", "max(", "median(", "quantile_cont(", "DESC", "NULLS LAST", "IS NOT NULL",
+  "SELECT",
+  "FROM",
+  "WHERE",
+  "GROUP BY",
+  "ORDER BY",
+  "LIMIT",
+  "HAVING",
+  "JOIN",
+  "USING",
+  "DISTINCT",
+  "BETWEEN",
+  "CASE",
+  "WHEN",
+  "THEN",
+  "ELSE",
+  "END",
+  "count(*)",
+  "avg(",
+  "sum(",
+  "min(",
+  "max(",
+  "median(",
+  "quantile_cont(",
+  "DESC",
+  "NULLS LAST",
+  "IS NOT NULL",
 ];
 
 /**
@@ -41,13 +65,18 @@ export function candidates(text, word, relations) {
   const named = relationsIn(text, relations);
   /** @type {Map<string, Candidate>} */
   const all = new Map();
-  const add = (/** @type {string} */ name, /** @type {string} */ note) => { if (!all.has(name)) all.set(name, { text: name, note }); };
-  for (const relation of named) for (const column of relation.columns) add(column.sql, `${relation.name} · ${column.type}`);
+  const add = (/** @type {string} */ name, /** @type {string} */ note) => {
+    if (!all.has(name)) all.set(name, { text: name, note });
+  };
+  for (const relation of named)
+    for (const column of relation.columns) add(column.sql, `${relation.name} · ${column.type}`);
   for (const relation of relations) add(relation.name, "relation");
-  if (named.length === 0) for (const relation of relations) for (const column of relation.columns) add(column.sql, `${relation.name} · ${column.type}`);
+  if (named.length === 0)
+    for (const relation of relations)
+      for (const column of relation.columns) add(column.sql, `${relation.name} · ${column.type}`);
   for (const keyword of KEYWORDS) add(keyword, "SQL");
   const plain = word.replaceAll('"', "").toLowerCase();
-  const rank = ({ text: name }) => {
+  const rank = (/** @type {Candidate} */ { text: name }) => {
     const at = name.replaceAll('"', "").toLowerCase().indexOf(plain);
     return at === 0 ? 0 : at > 0 ? 1 : 2;
   };
@@ -86,16 +115,36 @@ export function complete(editor, relations, signal) {
   const open = (/** @type {boolean} */ always) => {
     const word = wordBefore(editor.value, editor.selectionStart);
     found = word || always ? candidates(editor.value, word, relations) : [];
-    const whole = found.length > 0 && [...relations.flatMap((relation) => [relation.name, ...relation.columns.map((column) => column.sql)])].includes(word);
+    const whole =
+      found.length > 0 &&
+      [...relations.flatMap((relation) => [relation.name, ...relation.columns.map((column) => column.sql)])].includes(
+        word,
+      );
     if (found.length === 0 || (whole && !always) || editor.selectionStart !== editor.selectionEnd) {
       close();
       return;
     }
     chosen = 0;
-    replace(list, found.map((candidate, number) => h("li", {
-      id: `completion-${number}`, role: "option", "aria-selected": "false",
-      mousedown: (/** @type {Event} */ event) => { event.preventDefault(); chosen = number; accept(); },
-    }, h("bdi.mono", null, candidate.text.slice(0, 80)), h("span.soft", null, candidate.note.slice(0, 60)))));
+    replace(
+      list,
+      found.map((candidate, number) =>
+        h(
+          "li",
+          {
+            id: `completion-${number}`,
+            role: "option",
+            "aria-selected": "false",
+            mousedown: (/** @type {Event} */ event) => {
+              event.preventDefault();
+              chosen = number;
+              accept();
+            },
+          },
+          h("bdi.mono", null, candidate.text.slice(0, 80)),
+          h("span.soft", null, candidate.note.slice(0, 60)),
+        ),
+      ),
+    );
     if (list.hidden) announce(`${found.length} names`);
     list.hidden = false;
     place(list, editor);
@@ -108,7 +157,11 @@ export function complete(editor, relations, signal) {
     close();
   };
 
-  const listen = (/** @type {string} */ name, /** @type {(event: any) => void} */ act, /** @type {EventTarget} */ target = editor) => target.addEventListener(name, act, { signal });
+  const listen = (
+    /** @type {string} */ name,
+    /** @type {(event: any) => void} */ act,
+    /** @type {EventTarget} */ target = editor,
+  ) => target.addEventListener(name, act, { signal });
   listen("input", () => open(false));
   listen("blur", close);
   listen("click", close);
@@ -123,7 +176,8 @@ export function complete(editor, relations, signal) {
     }
     if (list.hidden) return;
     if (event.key === "Escape") close();
-    else if ((event.key === "Enter" && !event.ctrlKey && !event.metaKey) || (event.key === "Tab" && !event.shiftKey)) accept();
+    else if ((event.key === "Enter" && !event.ctrlKey && !event.metaKey) || (event.key === "Tab" && !event.shiftKey))
+      accept();
     else if (event.key === "ArrowDown" || event.key === "ArrowUp") {
       chosen = (chosen + (event.key === "ArrowDown" ? 1 : -1) + found.length) % found.length;
       mark();
@@ -136,13 +190,33 @@ export function complete(editor, relations, signal) {
   });
 }
 
+/** What decides where the letters of a text area are. */
+const COPIED_STYLES = [
+  "font-family",
+  "font-size",
+  "line-height",
+  "letter-spacing",
+  "padding",
+  "border",
+  "box-sizing",
+  "tab-size",
+];
+
 /** Put the list under the cursor of the text area, which a copy of its text measures. */
 function place(/** @type {HTMLElement} */ list, /** @type {HTMLTextAreaElement} */ editor) {
   const style = getComputedStyle(editor);
   const mark = h("span", null, "\u200b");
   const copy = h("div", null, editor.value.slice(0, editor.selectionStart), mark);
-  for (const name of ["fontFamily", "fontSize", "lineHeight", "letterSpacing", "padding", "border", "boxSizing", "tabSize"]) copy.style[name] = style[name];
-  Object.assign(copy.style, { position: "absolute", visibility: "hidden", whiteSpace: "pre-wrap", overflowWrap: "break-word", width: `${editor.clientWidth}px`, top: "0", left: "0" });
+  for (const name of COPIED_STYLES) copy.style.setProperty(name, style.getPropertyValue(name));
+  Object.assign(copy.style, {
+    position: "absolute",
+    visibility: "hidden",
+    whiteSpace: "pre-wrap",
+    overflowWrap: "break-word",
+    width: `${editor.clientWidth}px`,
+    top: "0",
+    left: "0",
+  });
   document.body.append(copy);
   const box = editor.getBoundingClientRect();
   const left = box.left + mark.offsetLeft - editor.scrollLeft;

@@ -16,7 +16,7 @@ export function h(tag, properties, ...children) {
   if (classes.length) element.className = classes.join(" ");
   for (const [key, value] of Object.entries(properties ?? {})) {
     if (typeof value === "function") element.addEventListener(key, value);
-    else if (key === "value" || key === "checked" || key === "indeterminate") element[key] = value;
+    else if (key === "value" || key === "checked" || key === "indeterminate") /** @type {any} */ (element)[key] = value;
     else if (value === true) element.setAttribute(key, "");
     else if (value !== false && value !== null && value !== undefined) element.setAttribute(key, String(value));
   }
@@ -52,8 +52,14 @@ function append(element, children) {
  * @param {(value: string) => void} onChoice
  */
 export function choice(label, choices, value, onChoice) {
-  const all = choices.some(([each]) => each === value) ? choices : [...choices, /** @type {[string, string]} */ ([value, value])];
-  const list = h("select", { change: () => onChoice(list.value) }, all.map(([each, text]) => h("option", { value: each }, text)));
+  const all = choices.some(([each]) => each === value)
+    ? choices
+    : [...choices, /** @type {[string, string]} */ ([value, value])];
+  const list = h(
+    "select",
+    { change: () => onChoice(list.value) },
+    all.map(([each, text]) => h("option", { value: each }, text)),
+  );
   list.value = value;
   return h("label.field", null, label, list);
 }
@@ -71,7 +77,9 @@ export function refresh(place, data, build) {
   if (drawn.get(place) === text) return;
   drawn.set(place, text);
   const boxes = [...place.querySelectorAll(".scroll")].map((box) => [box.scrollLeft, box.scrollTop]);
-  const focused = place.contains(document.activeElement) ? focusable(place).indexOf(/** @type {any} */ (document.activeElement)) : -1;
+  const focused = place.contains(document.activeElement)
+    ? focusable(place).indexOf(/** @type {any} */ (document.activeElement))
+    : -1;
   replace(place, build());
   place.querySelectorAll(".scroll").forEach((box, number) => {
     [box.scrollLeft, box.scrollTop] = boxes[number] ?? [0, 0];
@@ -84,7 +92,9 @@ const drawn = new WeakMap();
 
 /** @param {Element} place @returns {HTMLElement[]} */
 function focusable(place) {
-  return [...place.querySelectorAll("a, button, input, select, textarea, summary, [tabindex]")].map((one) => /** @type {HTMLElement} */ (one));
+  return [...place.querySelectorAll("a, button, input, select, textarea, summary, [tabindex]")].map(
+    (one) => /** @type {HTMLElement} */ (one),
+  );
 }
 
 /**
@@ -127,6 +137,10 @@ export function emptyState(title, ...children) {
  * @param {any} error An `ApiError` or another error.
  */
 export function errorState(error) {
-  return h("div.error", { role: "alert" },
-    h("p", null, error.message ?? String(error)), error.hint ? h("p.hint", null, error.hint) : null);
+  return h(
+    "div.error",
+    { role: "alert" },
+    h("p", null, error.message ?? String(error)),
+    error.hint ? h("p.hint", null, error.hint) : null,
+  );
 }

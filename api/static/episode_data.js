@@ -21,6 +21,7 @@ export const FILTER = ["where", "source", "status", "facts", "order"];
 
 /** @param {URLSearchParams} query @returns {Filter} */
 export function readFilter(query) {
+  /** @type {Record<string, string>} */
   let facts = {};
   try {
     const found = JSON.parse(query.get("facts") ?? "{}");
@@ -29,8 +30,11 @@ export function readFilter(query) {
     // An address that was edited by hand: no facts.
   }
   return {
-    where: query.get("where") ?? "", source: query.get("source") ?? "", status: query.get("status") ?? "",
-    facts, order: query.get("order") ?? "",
+    where: query.get("where") ?? "",
+    source: query.get("source") ?? "",
+    status: query.get("status") ?? "",
+    facts,
+    order: query.get("order") ?? "",
   };
 }
 
@@ -92,7 +96,7 @@ export function episodesOf({ columns, rows }) {
   return rows.map((values) => {
     const episode = Object.fromEntries(columns.map((name, number) => [name, values[number]]));
     const { info } = episode;
-    episode.info = typeof info === "string" ? parseJson(info) : info ?? {};
+    episode.info = typeof info === "string" ? parseJson(info) : (info ?? {});
     return episode;
   });
 }
@@ -142,11 +146,20 @@ export async function neighbourOf(store, episode, filter, direction, sql, signal
   const value = literal(episode[column]);
   // NULL comes last in either direction.
   const behind = direction === 1 ? ` OR ${key} IS NULL` : "";
-  const after = column === "episode_id" ? `${own} ${beyond} ${id}`
-    : episode[column] === null ? `${key} IS NULL AND ${own} ${beyond} ${id}`
-      : `(${key} ${beyond} ${value} OR (${key} = ${value} AND ${own} ${beyond} ${id})${behind})`;
+  const after =
+    column === "episode_id"
+      ? `${own} ${beyond} ${id}`
+      : episode[column] === null
+        ? `${key} IS NULL AND ${own} ${beyond} ${id}`
+        : `(${key} ${beyond} ${value} OR (${key} = ${value} AND ${own} ${beyond} ${id})${behind})`;
   const answer = await getJson(path, {
-    query: { source, status, where: condition ? `(${condition}\n) AND ${after}` : after, order: `${forward ? "" : "-"}${column}`, limit: 1 },
+    query: {
+      source,
+      status,
+      where: condition ? `(${condition}\n) AND ${after}` : after,
+      order: `${forward ? "" : "-"}${column}`,
+      limit: 1,
+    },
     signal,
   });
   return episodesOf(answer)[0]?.episode_id ?? null;
@@ -162,7 +175,11 @@ export async function neighbourOf(store, episode, filter, direction, sql, signal
  * @returns {Promise<Record<string, any>>} All facts of the episode.
  */
 export async function changeFacts(store, id, changes, signal) {
-  const response = await request(storePath(store, `/episodes/${id}`), { method: "PATCH", body: { info: changes }, signal });
+  const response = await request(storePath(store, `/episodes/${id}`), {
+    method: "PATCH",
+    body: { info: changes },
+    signal,
+  });
   return (await readJson(response)).info ?? {};
 }
 
@@ -176,7 +193,9 @@ export function parseFact(text) {
   try {
     const value = JSON.parse(text);
     // A number that would change by its conversion stays a text, and so does null, which would remove the fact.
-    const isExact = typeof value !== "number" || (Number.isFinite(value) && (!Number.isInteger(value) || Number.isSafeInteger(value)));
+    const isExact =
+      typeof value !== "number" ||
+      (Number.isFinite(value) && (!Number.isInteger(value) || Number.isSafeInteger(value)));
     return value === null || !isExact ? text : value;
   } catch {
     return text;

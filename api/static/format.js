@@ -58,7 +58,11 @@ export function time(time) {
   return `${day} ${pad(moment.getHours())}:${pad(moment.getMinutes())}:${pad(moment.getSeconds())}`;
 }
 
-/** @param {any} value A cell of a table of unknown content, such as a seed: numbers with all digits, texts cut to a readable length. */
+/**
+ * A cell of a table of unknown content, such as a seed: numbers with all digits, texts cut to a readable length.
+ *
+ * @param {any} value
+ */
 export function cell(value) {
   if (value === null || value === undefined) return "";
   const text = typeof value === "object" ? JSON.stringify(value) : String(value);

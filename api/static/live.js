@@ -1,5 +1,16 @@
 // @ts-check
-/** Tell a page when its store has grown. Nothing is asked for while the tab is hidden. */
+/**
+ * Tell a page when its store has changed: `watch` listens to the server's events, `repeat` polls. Nothing is asked
+ * for while the tab is hidden.
+ *
+ * Why there are both:
+ * - Events say that a store has grown, but not by what. A page that listens asks for the rest itself, and less often
+ *   than events arrive: a writer must not slow down for readers.
+ * - Ages, rates and priorities change without new rows, and a proxy may keep events back. The page of a store
+ *   therefore polls its summary: often after an event, seldom without one.
+ * - Pages of several stores only poll. A stream of events occupies a connection, and a browser opens six to a server.
+ * - Pages of episodes only listen: an episode that is stored changes by new rows alone.
+ */
 
 import { request, storePath } from "./client.js";
 
@@ -18,7 +29,9 @@ export async function watch(store, act, signal) {
   while (!signal.aborted) {
     await visible(signal);
     const hidden = new AbortController();
-    const stop = () => { if (document.hidden) hidden.abort(); };
+    const stop = () => {
+      if (document.hidden) hidden.abort();
+    };
     document.addEventListener("visibilitychange", stop);
     try {
       const both = AbortSignal.any([signal, hidden.signal]);
@@ -82,7 +95,14 @@ async function* events(response) {
 export function sleep(milliseconds, signal) {
   return new Promise((resolve) => {
     const timer = setTimeout(resolve, milliseconds);
-    signal.addEventListener("abort", () => { clearTimeout(timer); resolve(); }, { once: true });
+    signal.addEventListener(
+      "abort",
+      () => {
+        clearTimeout(timer);
+        resolve();
+      },
+      { once: true },
+    );
   });
 }
 

@@ -39,14 +39,21 @@ const SPEEDS = [0.25, 0.5, 1, 2, 4, 8, 16];
  */
 export async function loadFrames({ store, episode, field, select, side, signal }) {
   const response = await request(storePath(store, `/episodes/${episode}/frames`), {
-    query: { field, ...select, max_side: side, format: "raw" }, accept: "*/*", signal,
+    query: { field, ...select, max_side: side, format: "raw" },
+    accept: "*/*",
+    signal,
   });
   const [count, height, width, channels] = (response.headers.get("X-Shape") ?? "").split(",").map(Number);
   const steps = (response.headers.get("X-Steps") ?? "").split(",").map(Number);
   const pixels = new Uint8Array(await response.arrayBuffer());
   const size = height * width * channels;
-  return Array.from({ length: count }, (_, number) =>
-    ({ step: steps[number], width, height, channels, pixels: pixels.subarray(number * size, (number + 1) * size) }));
+  return Array.from({ length: count }, (_, number) => ({
+    step: steps[number],
+    width,
+    height,
+    channels,
+    pixels: pixels.subarray(number * size, (number + 1) * size),
+  }));
 }
 
 /**
@@ -120,7 +127,8 @@ export class FrameCache {
     const last = Math.floor((this.options.count() - 1) / this.window);
     const keep = Math.max(1, Math.floor(this.options.most / (this.window * Math.max(1, this.options.frameBytes))) - 1);
     const wanted = [];
-    for (let number = first; number <= Math.min(last, first + Math.min(ahead, keep - 1)); number += 1) wanted.push(number);
+    for (let number = first; number <= Math.min(last, first + Math.min(ahead, keep - 1)); number += 1)
+      wanted.push(number);
     for (const [number, load] of this.loads) {
       if (!wanted.includes(number)) {
         this.loads.delete(number);
@@ -218,23 +226,64 @@ export function createPlayer(options) {
   let views = [];
   let viewsEnd = new AbortController();
 
-  const play = h("button.play.primary", { type: "button", click: () => (playing ? pause() : start()), title: "Play or pause (Space)" }, "Play");
+  const play = h(
+    "button.play.primary",
+    { type: "button", click: () => (playing ? pause() : start()), title: "Play or pause (Space)" },
+    "Play",
+  );
   const slider = h("input.grow", {
-    type: "range", min: "0", max: String(count - 1), step: "1", "aria-label": "Step",
-    input: () => { pause(); show(Number(slider.value)); }, change: () => options.onRest(step),
+    type: "range",
+    min: "0",
+    max: String(count - 1),
+    step: "1",
+    "aria-label": "Step",
+    input: () => {
+      pause();
+      show(Number(slider.value));
+    },
+    change: () => options.onRest(step),
   });
   const place = h("output.mono.place", { "aria-live": "off" });
   const jump = (/** @type {string} */ text, /** @type {string} */ label, /** @type {() => number} */ target) =>
     h("button", { type: "button", "aria-label": label, title: label, click: () => seek(target()) }, text);
-  const speeds = h("select", { "aria-label": "Speed", change: () => { speed = Number(speeds.value); options.onChange({ speed }); } },
-    SPEEDS.map((value) => h("option", { value: String(value), selected: value === speed }, `${value}×`)));
-  const looping = h("input", { type: "checkbox", checked: loop, change: () => { loop = looping.checked; options.onChange({ loop }); } });
+  const speeds = h(
+    "select",
+    {
+      "aria-label": "Speed",
+      change: () => {
+        speed = Number(speeds.value);
+        options.onChange({ speed });
+      },
+    },
+    SPEEDS.map((value) => h("option", { value: String(value), selected: value === speed }, `${value}×`)),
+  );
+  const looping = h("input", {
+    type: "checkbox",
+    checked: loop,
+    change: () => {
+      loop = looping.checked;
+      options.onChange({ loop });
+    },
+  });
   const screens = h("div.screens");
-  const element = h("section.player.card", { "aria-label": "Player" }, screens,
-    h("div.row.player-controls", null,
-      jump("«", "First step (Home)", () => 0), jump("‹", "Step back (Left)", () => step - 1), play,
-      jump("›", "Step forward (Right)", () => step + 1), jump("»", "Last step (End)", () => count - 1),
-      slider, place, speeds, h("label.tick", null, looping, "Loop")));
+  const element = h(
+    "section.player.card",
+    { "aria-label": "Player" },
+    screens,
+    h(
+      "div.row.player-controls",
+      null,
+      jump("«", "First step (Home)", () => 0),
+      jump("‹", "Step back (Left)", () => step - 1),
+      play,
+      jump("›", "Step forward (Right)", () => step + 1),
+      jump("»", "Last step (End)", () => count - 1),
+      slider,
+      place,
+      speeds,
+      h("label.tick", null, looping, "Loop"),
+    ),
+  );
 
   /** @param {any[]} fields */
   function setFields(fields) {
@@ -244,27 +293,52 @@ export function createPlayer(options) {
     const end = viewsEnd.signal;
     const most = MOST_BYTES / Math.max(1, fields.length);
     views = fields.map((field) => {
-      const canvas = h("canvas", { role: "img", "aria-label": `${field.name} at the step shown`, width: "8", height: "8" });
+      const canvas = h("canvas", {
+        role: "img",
+        "aria-label": `${field.name} at the step shown`,
+        width: "8",
+        height: "8",
+      });
       const note = h("p.soft.note", { role: "status" });
       const size = sizeOf(field);
       resizeCanvas(canvas, size, fields.length);
       const view = {
-        field, canvas, note,
+        field,
+        canvas,
+        note,
         cache: new FrameCache({
           load: async (start, frames, abort) => {
             const select = { start: first + start, count: frames };
             /** @type {Frame[]} */
             const placed = [];
-            for (const frame of await loadFrames({ store, episode, field: field.name, select, side: MOST_SIDE, signal: abort })) placed[frame.step - select.start] = frame;
+            for (const frame of await loadFrames({
+              store,
+              episode,
+              field: field.name,
+              select,
+              side: MOST_SIDE,
+              signal: abort,
+            }))
+              placed[frame.step - select.start] = frame;
             return placed;
           },
-          frameBytes: size.bytes, most, count: () => count, signal: end, onLoad: () => draw(),
-          onError: (error) => { note.textContent = error.message; draw(); },
+          frameBytes: size.bytes,
+          most,
+          count: () => count,
+          signal: end,
+          onLoad: () => draw(),
+          onError: (error) => {
+            note.textContent = error.message;
+            draw();
+          },
         }),
       };
       return view;
     });
-    replace(screens, views.map(({ field, canvas, note }) => h("figure.screen", null, canvas, h("figcaption", null, field.name), note)));
+    replace(
+      screens,
+      views.map(({ field, canvas, note }) => h("figure.screen", null, canvas, h("figcaption", null, field.name), note)),
+    );
     screens.hidden = views.length === 0;
     draw();
   }
@@ -281,7 +355,8 @@ export function createPlayer(options) {
         complete = false;
       }
       view.cache.want(step, playing ? 3 : 1);
-      if (!view.cache.failed) view.note.textContent = !frame && view.cache.has(step) ? "This step has left the store." : "";
+      if (!view.cache.failed)
+        view.note.textContent = !frame && view.cache.has(step) ? "This step has left the store." : "";
       view.canvas.classList.toggle("stale", !frame);
     }
     slider.value = String(step);
@@ -343,27 +418,41 @@ export function createPlayer(options) {
     options.onRest(step);
   }
 
-  document.addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented) return;
-    const target = /** @type {HTMLElement} */ (event.target);
-    if (target !== slider && target.closest("input, textarea, select, .scroll, [contenteditable]")) return;
-    if (event.key === " ") {
-      if (target.closest("button, a, summary")) return;  // these use the key themselves
-      if (playing) pause();
-      else start();
-    } else {
-      const by = event.shiftKey ? 10 : 1;
-      const to = { ArrowLeft: step - by, ArrowRight: step + by, Home: 0, End: count - 1 }[event.key];
-      if (to === undefined) return;
-      seek(to);
-    }
-    event.preventDefault();
-  }, { signal });
+  document.addEventListener(
+    "keydown",
+    (event) => {
+      if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented) return;
+      const target = /** @type {HTMLElement} */ (event.target);
+      if (target !== slider && target.closest("input, textarea, select, .scroll, [contenteditable]")) return;
+      if (event.key === " ") {
+        if (target.closest("button, a, summary")) return; // these use the key themselves
+        if (playing) pause();
+        else start();
+      } else {
+        const by = event.shiftKey ? 10 : 1;
+        const to = { ArrowLeft: step - by, ArrowRight: step + by, Home: 0, End: count - 1 }[event.key];
+        if (to === undefined) return;
+        seek(to);
+      }
+      event.preventDefault();
+    },
+    { signal },
+  );
 
-  document.addEventListener("visibilitychange", () => { if (!document.hidden) draw(); }, { signal });
+  document.addEventListener(
+    "visibilitychange",
+    () => {
+      if (!document.hidden) draw();
+    },
+    { signal },
+  );
   setFields(options.fields);
   return {
-    element, seek, setFields, pause, step: () => step,
+    element,
+    seek,
+    setFields,
+    pause,
+    step: () => step,
     setCount(next) {
       for (const { cache } of views) cache.forget(count - 1);
       count = next;
@@ -376,18 +465,25 @@ export function createPlayer(options) {
 /** Height, width and bytes of the frames of a field, as the server sends them. */
 function sizeOf(/** @type {any} */ field) {
   const shape = field.shape;
-  const [height, width, depth] = field.image_layout === "CHW" || (field.image_layout === "stacked" && shape[0] < shape[2])
-    ? [shape[1], shape[2], shape[0]] : [shape[0], shape[1], shape[2] ?? 1];
+  const [height, width, depth] =
+    field.image_layout === "CHW" || (field.image_layout === "stacked" && shape[0] < shape[2])
+      ? [shape[1], shape[2], shape[0]]
+      : [shape[0], shape[1], shape[2] ?? 1];
   const scale = Math.min(1, MOST_SIDE / Math.max(height, width));
   const channels = depth % 3 === 0 ? 3 : 1;
   return { height, width, bytes: Math.ceil(height * scale) * Math.ceil(width * scale) * channels };
 }
 
-/** @param {HTMLCanvasElement} canvas @param {{height: number, width: number}} size @param {number} fields Number of fields. */
+/**
+ * @param {HTMLCanvasElement} canvas
+ * @param {{height: number, width: number}} size
+ * @param {number} fields Number of fields.
+ */
 function resizeCanvas(canvas, { height, width }, fields) {
   const side = Math.max(height, width);
   const place = Math.min(fields, ENLARGED.length) - 1;
-  const scale = side >= ENLARGED[place] ? Math.min(1, REDUCED[place] / side) : Math.max(1, Math.round(ENLARGED[place] / side));
+  const scale =
+    side >= ENLARGED[place] ? Math.min(1, REDUCED[place] / side) : Math.max(1, Math.round(ENLARGED[place] / side));
   canvas.style.width = `${width * scale}px`;
   canvas.style.aspectRatio = `${width} / ${height}`;
 }

@@ -5,7 +5,16 @@ import { getJson, storePath } from "./client.js";
 import { paletteColour } from "./chart.js";
 import { h } from "./dom.js";
 
-/** @typedef {{name: string | null, other: boolean, x: number[], mean: (number | null)[], min: (number | null)[], max: (number | null)[], count: number[]}} Group */
+/**
+ * @typedef {object} Group
+ * @property {string | null} name
+ * @property {boolean} other Whether it has the groups beyond the largest ones.
+ * @property {number[]} x
+ * @property {(number | null)[]} mean
+ * @property {(number | null)[]} min
+ * @property {(number | null)[]} max
+ * @property {number[]} count
+ */
 /** @typedef {{groups: Group[], truncated: boolean}} Answer */
 
 /** Most values of all lines of a chart. */
@@ -17,9 +26,18 @@ const NAME_LENGTH = 200;
 /** Smoothing at first, and most. */
 export const SMOOTHING = { first: 0.6, most: 0.98 };
 /** What the x axis can be. @type {[string, string][]} */
-export const X_CHOICES = [["episode", "Episodes"], ["rows", "Rows"], ["time", "Time"]];
+export const X_CHOICES = [
+  ["episode", "Episodes"],
+  ["rows", "Rows"],
+  ["time", "Time"],
+];
 /** @type {[string, string][]} */
-const GROUP_CHOICES = [["none", "Nothing"], ["source", "Source"], ["session", "Session"], ["status", "Status"]];
+const GROUP_CHOICES = [
+  ["none", "Nothing"],
+  ["source", "Source"],
+  ["session", "Session"],
+  ["status", "Status"],
+];
 
 /**
  * Ask for one quantity of a store's ended episodes.
@@ -42,11 +60,20 @@ export async function fetchSeries(store, { points, ...query }, signal) {
  * @returns {Promise<[string, string][]>} Value and text of each.
  */
 export async function groupChoices(store, signal) {
-  const { columns, rows } = await getJson(storePath(store, "/episodes"), { query: { limit: 100, order: "-episode_id" }, signal });
+  const { columns, rows } = await getJson(storePath(store, "/episodes"), {
+    query: { limit: 100, order: "-episode_id" },
+    signal,
+  });
   const at = columns.indexOf("info");
   const names = new Set();
   for (const row of rows) for (const name of Object.keys(parseFacts(row[at]))) if (name.length <= 200) names.add(name);
-  return [...GROUP_CHOICES, ...[...names].sort().slice(0, 50).map((name) => /** @type {[string, string]} */ ([`info.${name}`, shorten(name)]))];
+  return [
+    ...GROUP_CHOICES,
+    ...[...names]
+      .sort()
+      .slice(0, 50)
+      .map((name) => /** @type {[string, string]} */ ([`info.${name}`, shorten(name)])),
+  ];
 }
 
 /** @param {any} info Facts of an episode: JSON as text, or null. @returns {Record<string, any>} */
@@ -84,8 +111,15 @@ export function readSmoothing(text) {
 export function smoothingSlider(weight, onInput, onChange) {
   const text = h("span", null, weight.toFixed(2));
   const slider = h("input", {
-    type: "range", min: 0, max: SMOOTHING.most, step: 0.02, value: weight,
-    input: () => { text.textContent = Number(slider.value).toFixed(2); onInput(Number(slider.value)); },
+    type: "range",
+    min: 0,
+    max: SMOOTHING.most,
+    step: 0.02,
+    value: weight,
+    input: () => {
+      text.textContent = Number(slider.value).toFixed(2);
+      onInput(Number(slider.value));
+    },
     change: () => onChange(Number(slider.value)),
   });
   return h("label.field", null, h("span", null, "Smoothing ", text), slider);
@@ -117,19 +151,25 @@ export function smooth(values, weight) {
  * @returns {{x: number[], series: import("./chart.js").Series[]}}
  */
 export function toLines(groups, weight) {
-  groups = [...groups].sort((one, other) => Number(one.other) - Number(other.other) || compareNames(one.label ?? nameOf(one), other.label ?? nameOf(other)));
+  groups = [...groups].sort(
+    (one, other) =>
+      Number(one.other) - Number(other.other) || compareNames(one.label ?? nameOf(one), other.label ?? nameOf(other)),
+  );
   const x = [...new Set(groups.flatMap((group) => group.x))].sort((one, other) => one - other);
   const places = new Map(x.map((value, number) => [value, number]));
   const spread = (/** @type {Group} */ group, /** @type {(number | null)[]} */ values) => {
     const out = /** @type {(number | null)[]} */ (new Array(x.length).fill(null));
-    group.x.forEach((value, number) => { out[/** @type {number} */ (places.get(value))] = values[number]; });
+    group.x.forEach((value, number) => {
+      out[/** @type {number} */ (places.get(value))] = values[number];
+    });
     return out;
   };
   const band = groups.length === 1;
   return {
     x,
     series: groups.map((group, number) => ({
-      label: shorten(group.label ?? nameOf(group), 40), colour: () => paletteColour(group.colour ?? number),
+      label: shorten(group.label ?? nameOf(group), 40),
+      colour: () => paletteColour(group.colour ?? number),
       values: spread(group, smooth(group.mean, weight)),
       ...(band ? { low: spread(group, group.min), high: spread(group, group.max) } : {}),
     })),
@@ -138,7 +178,7 @@ export function toLines(groups, weight) {
 
 /** @param {{name: string | null, other: boolean}} group */
 export function nameOf(group) {
-  return group.other ? "others" : group.name ?? "none";
+  return group.other ? "others" : (group.name ?? "none");
 }
 
 /** @param {string} one @param {string} other */

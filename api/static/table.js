@@ -28,15 +28,49 @@ export function table({ label, columns, rows, order = "", onSort }) {
   const heading = (/** @type {Column} */ column) => {
     const descending = order === `-${column.key}`;
     const sorted = descending || order === column.key;
-    const properties = { scope: "col", class: column.isNumber ? "number" : null, "aria-sort": sorted ? (descending ? "descending" : "ascending") : null };
+    const properties = {
+      scope: "col",
+      class: column.isNumber ? "number" : null,
+      "aria-sort": sorted ? (descending ? "descending" : "ascending") : null,
+    };
     if (!column.canSort || !onSort) return h("th", properties, column.title);
-    return h("th", properties, h("button.sort", { type: "button", click: () => onSort(sorted && descending ? column.key : `-${column.key}`) },
-      column.title, h("span", { "aria-hidden": "true" }, sorted ? (descending ? " ↓" : " ↑") : "")));
+    return h(
+      "th",
+      properties,
+      h(
+        "button.sort",
+        { type: "button", click: () => onSort(sorted && descending ? column.key : `-${column.key}`) },
+        column.title,
+        h("span", { "aria-hidden": "true" }, sorted ? (descending ? " ↓" : " ↑") : ""),
+      ),
+    );
   };
-  return h("div.scroll", { tabindex: "0", role: "region", "aria-label": label }, h("table", null,
-    h("thead", null, h("tr", null, columns.map(heading))),
-    h("tbody", null, rows.map((row) => h("tr", null, columns.map((column) =>
-      h("td", { class: column.isNumber ? "number" : null }, column.draw ? column.draw(row) : cell(row[column.key]))))))));
+  return h(
+    "div.scroll",
+    { tabindex: "0", role: "region", "aria-label": label },
+    h(
+      "table",
+      null,
+      h("thead", null, h("tr", null, columns.map(heading))),
+      h(
+        "tbody",
+        null,
+        rows.map((row) =>
+          h(
+            "tr",
+            null,
+            columns.map((column) =>
+              h(
+                "td",
+                { class: column.isNumber ? "number" : null },
+                column.draw ? column.draw(row) : cell(row[column.key]),
+              ),
+            ),
+          ),
+        ),
+      ),
+    ),
+  );
 }
 
 /**
@@ -45,5 +79,9 @@ export function table({ label, columns, rows, order = "", onSort }) {
  * @param {[string, any][]} pairs
  */
 export function facts(pairs) {
-  return h("dl.facts", null, pairs.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value))));
+  return h(
+    "dl.facts",
+    null,
+    pairs.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value))),
+  );
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from expstore.api import Settings
-from tests.support.browsers import Visit, read_findings, wait_until
+from tests.support.browsers import Visit, expect, query_of, read_findings, wait_until
 from tests.support.servers import Serving
 from tests.support.tcp_proxy import Proxy
 
@@ -26,8 +26,8 @@ def guarded(page_folder: Path) -> Iterator[Serving]:
 def test_a_token_is_asked_for_and_kept_in_the_tab(visit: Callable[..., Visit], guarded: Serving) -> None:
     tab = visit(url=guarded.url)
     page = tab.open("/stores/run")
-    assert page.inner_text("h1") == "This server needs a token"
-    assert page.evaluate("document.activeElement.id") == "token"
+    expect(page.locator("h1")).to_have_text("This server needs a token")
+    expect(page.locator("#token")).to_be_focused()
     assert read_findings(page) == []
     page.keyboard.type("wrong")
     page.keyboard.press("Enter")
@@ -65,8 +65,8 @@ def test_a_token_that_cannot_be_sent_is_refused(visit: Callable[..., Visit], gua
     with page.expect_response("**/v1/stores") as found:
         page.keyboard.press("Enter")
     assert found.value.status == 401
-    page.wait_for_selector("#token:focus")
-    assert page.input_value("#token") == ""
+    expect(page.locator("#token")).to_be_focused()
+    expect(page.locator("#token")).to_have_value("")
     page.fill("#token", "reads")
     page.keyboard.press("Enter")
     page.wait_for_selector("h1:has-text('run')")
@@ -75,25 +75,23 @@ def test_a_token_that_cannot_be_sent_is_refused(visit: Callable[..., Visit], gua
 def test_the_page_goes_on_when_the_server_is_back(visit: Callable[..., Visit], server: Serving) -> None:
     is_there = [True]
     with Proxy(server.port, lambda number: "" if is_there[0] else "refuse") as proxy:
-        tab = visit(url=f"http://127.0.0.1:{proxy.port}")
+        tab = visit(url=f"http://127.0.0.1:{proxy.port}", has_clock=True)  # the page tries again after pauses
         page = tab.open("/stores/run?by=source")
         is_there[0] = False
         proxy.cut()
-        page.wait_for_selector("#banner:visible")
-        assert page.get_attribute("#status", "data-state") == "offline"
-        assert page.inner_text("h1") == "run"  # what was drawn can still be read
+        wait_until(page, "document.getElementById('status').dataset.state === 'offline'", pace=500)
+        expect(page.locator("#banner")).to_be_visible()
+        expect(page.locator("h1")).to_have_text("run")  # what was drawn can still be read
         is_there[0] = True
-        page.wait_for_selector("#status[data-state=online]")
-        tab.wait()
-        assert page.is_hidden("#banner")
+        wait_until(page, "document.getElementById('status').dataset.state === 'online'", pace=500)
+        expect(page.locator("#banner")).to_be_hidden()
         page.wait_for_selector("figure[aria-label='Return of episodes']")
-        assert page.inner_text("h1") == "run"
-        assert "by=source" in page.url
+        expect(page.locator("h1")).to_have_text("run")
+        assert query_of(page) == {"by": "source"}
 
 
 def test_a_hidden_tab_asks_for_nothing(visit: Callable[..., Visit]) -> None:
-    tab = visit()
-    tab.page.clock.install()
+    tab = visit(has_clock=True)
     page = tab.open("/")
     hide(page, True)
     page.clock.run_for(1000)

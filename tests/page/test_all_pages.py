@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.browsers import Visit, read_findings, wait_until
+from tests.support.browsers import Visit, expect, read_findings, wait_until
 
 pytestmark = pytest.mark.slow  # in a browser
 
@@ -56,16 +56,17 @@ MARKS = {
 )
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_sound(name: str, visit: Callable[..., Visit]) -> None:
-    tab = visit(color_scheme="light")
+    tab = visit()
     page = tab.open(PAGES[name])
     wait_until(page, "text => document.querySelector('main').innerText.includes(text)", MARKS.get(name, ""))
-    assert page.locator("main .error").count() == (name == "no such store")
+    expect(page.locator("main .error")).to_have_count(int(name == "no such store"))
     assert read_findings(page) == []
     page.emulate_media(color_scheme="dark")
     assert read_findings(page, ["color-contrast"]) == []
     assert tab.overflow(1024) <= 0
     if name in NARROW:
         assert tab.overflow(390) <= 0
+        expect(page.locator("main")).to_have_css("padding-left", "12px")  # the rules for narrow windows apply
     assert page.evaluate("window.broken") is None
     assert page.query_selector_all("main img[onerror], main script, main b") == []
     assert tab.foreign == []

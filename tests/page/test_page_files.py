@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -90,14 +89,6 @@ def test_the_page_names_only_its_own_files() -> None:
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(", text), name
         for imported in re.findall(r"(?:from|import\()\s*\"(\.[^\"]+)\"", text):
             assert ((STATIC / name).parent / imported).is_file(), (name, imported)
-
-
-@pytest.mark.skipif(shutil.which("node") is None, reason="Node is not installed")
-@pytest.mark.parametrize("name", [name for name in FILES if re.fullmatch(r"(pages/)?\w+\.js", name)])
-def test_a_script_can_be_parsed(name: str) -> None:
-    command = ["node", "--input-type=module", "--check"]
-    done = subprocess.run(command, input=(STATIC / name).read_bytes(), capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr.decode()
 
 
 def test_the_command_prints_the_address_and_ends_with_ctrl_c(tmp_path: Path) -> None:

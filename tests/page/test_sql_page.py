@@ -11,7 +11,7 @@ from urllib.parse import quote
 import pyarrow as pa
 import pytest
 
-from tests.support.browsers import Visit
+from tests.support.browsers import Visit, expect, query_of
 from tests.support.page_stores import HOSTILE, LONG
 
 pytestmark = pytest.mark.slow  # in a browser
@@ -36,30 +36,33 @@ def test_names_are_completed_by_the_keyboard(visit: Open) -> None:
     page.focus("#query")
     page.keyboard.type("SELECT next.rew")
     chosen = page.locator("#completion [aria-selected=true]")
-    chosen.wait_for()
-    assert "next.reward" in chosen.inner_text()
-    assert page.get_attribute("#query", "aria-activedescendant") == chosen.get_attribute("id")
+    expect(chosen).to_contain_text("next.reward")
+    expect(page.locator("#query")).to_have_attribute(
+        "aria-activedescendant", chosen.get_attribute("id") or ""
+    )
     page.keyboard.press("Tab")
-    assert page.is_hidden("#completion")
+    expect(page.locator("#completion")).to_be_hidden()
     page.keyboard.type(" FROM tr")
+    chosen.wait_for()
     page.keyboard.press("Enter")
-    assert page.input_value("#query") == "SELECT next.reward FROM transitions"
+    expect(page.locator("#query")).to_have_value("SELECT next.reward FROM transitions")
     page.keyboard.type(" WHERE _")
     chosen.wait_for()
     first = chosen.inner_text()
     page.keyboard.press("ArrowDown")
-    assert chosen.inner_text() != first
+    expect(chosen).not_to_have_text(first)
     page.keyboard.press("Escape")
-    assert page.is_hidden("#completion")
+    expect(page.locator("#completion")).to_be_hidden()
     page.keyboard.press("Control+Space")
     chosen.wait_for()
     page.keyboard.press("Escape")
+    expect(page.locator("#completion")).to_be_hidden()
     page.keyboard.type("id <= 3")
     page.keyboard.press("Control+Enter")
     page.locator(f"{RESULT} tbody tr").nth(2).wait_for()
-    assert "q=SELECT" in page.url
+    assert query_of(page)["q"].startswith("SELECT next.reward")
     page.keyboard.press("Tab")  # the list is closed, so the key leaves the editor
-    assert page.evaluate("document.activeElement.id") != "query"
+    expect(page.locator("#query")).not_to_be_focused()
     assert tab.errors == []
 
 
@@ -67,15 +70,15 @@ def test_a_query_is_in_the_address_and_errors_have_a_hint(visit: Open) -> None:
     tab = visit()
     query = 'SELECT episode_id, "return" FROM episodes ORDER BY 1 LIMIT 2'
     page = tab.open("/stores/run/sql?q=" + quote(query))
-    assert page.locator(f"{RESULT} td").all_inner_texts() == ["1", "8", "2", "8"]
+    expect(page.locator(f"{RESULT} td")).to_have_text(["1", "8", "2", "8"])
     page.fill("#query", "SELECT nothing FROM episodes")
     page.keyboard.press("Control+Enter")
     page.wait_for_selector(".error :text('nothing')")
-    assert page.inner_text(".error .hint") != ""
+    expect(page.locator(".error .hint")).not_to_be_empty()
     page.fill("#query", "SELECT range AS n FROM range(20000)")
     page.keyboard.press("Control+Enter")
     page.wait_for_selector("text=The result was cut")
-    assert page.locator(f"{RESULT} tbody tr").count() == 1000
+    expect(page.locator(f"{RESULT} tbody tr")).to_have_count(1000)
     page.fill("#query", "SELECT 1 AS n WHERE false")
     page.keyboard.press("Control+Enter")
     page.wait_for_selector("text=The query has no rows.")
@@ -110,10 +113,11 @@ def test_integers_have_all_their_digits(visit: Open) -> None:
     query = f"SELECT unnest([{', '.join(map(str, values))}]) AS seed, [{values[0]}] AS seeds, 1e300 AS large"
     tab = visit()
     page = tab.open("/stores/run/sql?q=" + quote(query))
+    page.locator(f"{RESULT} td").nth(8).wait_for()
     cells = page.locator(f"{RESULT} td").all_inner_texts()
     assert cells[::3] == [str(value) for value in values]
     assert (cells[1], cells[2]) == (f'["{values[0]}"]', "1e+300")
-    assert "number" in (page.locator(f"{RESULT} th").first.get_attribute("class") or "")
+    expect(page.locator(f"{RESULT} th").first).to_have_class("number")
     with download(page, "Download CSV").open(newline="", encoding="utf-8") as file:
         assert [row[0] for row in csv.reader(file)][1:] == cells[::3]
     page.select_option("label:has-text('Plot') select", label="seed")
@@ -145,8 +149,8 @@ def test_relations_are_listed_and_inserted(visit: Open) -> None:
     page = visit().open("/stores/hostile/sql")
     page.click("summary >> text=transitions")
     page.click("button >> text='odd - field'")
-    assert page.input_value("#query") == '"odd - field"'
-    assert page.evaluate("document.activeElement.id") == "query"
+    expect(page.locator("#query")).to_have_value('"odd - field"')
+    expect(page.locator("#query")).to_be_focused()
 
 
 def test_samplers_are_tried_out(visit: Open) -> None:
@@ -159,10 +163,10 @@ def test_samplers_are_tried_out(visit: Open) -> None:
     page.fill("label:has-text('slice len') + input", "4")
     page.keyboard.press("Enter")
     page.wait_for_selector("text=/^5,120 rows drawn/")
-    assert "s.slice_len=4" in page.url
+    assert query_of(page)["s.slice_len"] == "4"
     page.reload()
     tab.wait()
-    assert page.input_value("label:has-text('slice len') + input") == "4"
+    expect(page.locator("label:has-text('slice len') + input")).to_have_value("4")
     page.fill("label:has-text('Only rows where') input", "missing < 0")
     page.keyboard.press("Enter")
     page.wait_for_selector(".error :text('missing')")

@@ -73,6 +73,7 @@ def test_the_wheel_holds_every_module_once(wheel: Path) -> None:
     assert expected <= set(held)
     assert max(Counter(held).values()) == 1
     assert not [name for name in held if "__pycache__" in name or name.endswith(".pyc")]
+    assert not [name for name in held if name.startswith("expstore/api/") and name.endswith(".json")]
 
 
 def test_the_wheel_says_what_it_is(wheel: Path) -> None:

@@ -1,13 +1,22 @@
 // @ts-check
 /** Returns, lengths and throughput of up to eight stores on the same axes, and what differs between them. */
 
-import { storeHref } from "../app.js";
+import { storeHref } from "../addresses.js";
 import { ApiError, getJson, isHandled, storePath } from "../client.js";
 import { lineChart } from "../chart.js";
 import { choice, debounce, emptyState, h, refresh, replace } from "../dom.js";
 import { bytes, cell, compact, integer, number } from "../format.js";
 import { repeat } from "../live.js";
-import { fetchSeries, groupChoices, nameOf, readSmoothing, shorten, smoothingSlider, toLines, X_CHOICES } from "../series.js";
+import {
+  fetchSeries,
+  groupChoices,
+  nameOf,
+  readSmoothing,
+  shorten,
+  smoothingSlider,
+  toLines,
+  X_CHOICES,
+} from "../series.js";
 import { table } from "../table.js";
 
 const MOST_STORES = 8;
@@ -16,7 +25,11 @@ const MOST_LINES = 24;
 const POINTS = 400;
 const PAUSE = 8000;
 const META = "meta.";
-const CHARTS = /** @type {[string, string][]} */ ([["return", "Return"], ["length", "Length in steps"], ["throughput", "Rows written per second"]]);
+const CHARTS = /** @type {[string, string][]} */ ([
+  ["return", "Return"],
+  ["length", "Length in steps"],
+  ["throughput", "Rows written per second"],
+]);
 
 export function title() {
   return "Compare";
@@ -25,11 +38,18 @@ export function title() {
 /** @param {HTMLElement} root @param {import("../app.js").Context} context */
 export async function render(root, { server, query, setQuery, signal }) {
   if (!server.stores.length) {
-    replace(root, h("h1", null, "Compare"), emptyState("There are no stores to compare yet.", h("a", { href: "#/" }, "Stores"), " says how to make one."));
+    replace(
+      root,
+      h("h1", null, "Compare"),
+      emptyState("There are no stores to compare yet.", h("a", { href: "#/" }, "Stores"), " says how to make one."),
+    );
     return;
   }
   /** @type {string[]} */
-  let chosen = (query.get("stores") ?? "").split(",").filter((name) => server.stores.includes(name)).slice(0, MOST_STORES);
+  let chosen = (query.get("stores") ?? "")
+    .split(",")
+    .filter((name) => server.stores.includes(name))
+    .slice(0, MOST_STORES);
   let by = query.get("by") ?? "store";
   let x = X_CHOICES.some(([value]) => value === query.get("x")) ? /** @type {string} */ (query.get("x")) : "rows";
   let weight = readSmoothing(query.get("smooth"));
@@ -41,28 +61,75 @@ export async function render(root, { server, query, setQuery, signal }) {
 
   const picker = h("fieldset");
   const groups = h("span");
-  const slider = smoothingSlider(weight, (next) => { weight = next; draw(); }, (smooth) => setQuery({ smooth }));
+  const slider = smoothingSlider(
+    weight,
+    (next) => {
+      weight = next;
+      draw();
+    },
+    (smooth) => setQuery({ smooth }),
+  );
   const places = Object.fromEntries(CHARTS.map(([y]) => [y, h("div")]));
   const empty = h("div");
   const note = h("p.hint");
-  const body = h("div.grid", null, CHARTS.map(([y, text]) => h("section.card", { "aria-label": text, class: y === "throughput" ? "card whole" : null }, h("h2", null, text), places[y])));
+  const body = h(
+    "div.grid",
+    null,
+    CHARTS.map(([y, text]) =>
+      h(
+        "section.card",
+        { "aria-label": text, class: y === "throughput" ? "card whole" : null },
+        h("h2", null, text),
+        places[y],
+      ),
+    ),
+  );
   const facts = h("section.card", { "aria-label": "Facts" });
-  replace(root, h("h1", null, "Compare"), picker, h("div.row.controls", null, groups,
-    choice("Over", X_CHOICES, x, (next) => { x = next; setQuery({ x: x === "rows" ? "" : x }); load(); }),
-    slider), empty, note, body, facts);
+  replace(
+    root,
+    h("h1", null, "Compare"),
+    picker,
+    h(
+      "div.row.controls",
+      null,
+      groups,
+      choice("Over", X_CHOICES, x, (next) => {
+        x = next;
+        setQuery({ x: x === "rows" ? "" : x });
+        load();
+      }),
+      slider,
+    ),
+    empty,
+    note,
+    body,
+    facts,
+  );
 
   const drawPicker = () => {
-    const boxes = server.stores.map((name) => h("input", {
-      type: "checkbox", value: name, checked: chosen.includes(name), disabled: chosen.length >= MOST_STORES && !chosen.includes(name),
-      change: (/** @type {any} */ event) => {
-        chosen = event.target.checked ? [...chosen, name] : chosen.filter((each) => each !== name);
-        setQuery({ stores: chosen.join(",") });
-        for (const box of boxes) box.disabled = chosen.length >= MOST_STORES && !box.checked;
-        soon();
-      },
-    }));
-    replace(picker, h("legend", null, `Stores, up to ${MOST_STORES}`),
-      h("div.row.picks", { tabindex: "0", role: "group", "aria-label": "Stores to compare" }, boxes.map((box) => h("label.tick", null, box, box.value))));
+    const boxes = server.stores.map((name) =>
+      h("input", {
+        type: "checkbox",
+        value: name,
+        checked: chosen.includes(name),
+        disabled: chosen.length >= MOST_STORES && !chosen.includes(name),
+        change: (/** @type {any} */ event) => {
+          chosen = event.target.checked ? [...chosen, name] : chosen.filter((each) => each !== name);
+          setQuery({ stores: chosen.join(",") });
+          for (const box of boxes) box.disabled = chosen.length >= MOST_STORES && !box.checked;
+          soon();
+        },
+      }),
+    );
+    replace(
+      picker,
+      h("legend", null, `Stores, up to ${MOST_STORES}`),
+      h(
+        "div.row.picks",
+        { tabindex: "0", role: "group", "aria-label": "Stores to compare" },
+        boxes.map((box) => h("label.tick", null, box, box.value)),
+      ),
+    );
   };
 
   /** Draw what has been found. */
@@ -72,22 +139,38 @@ export async function render(root, { server, query, setQuery, signal }) {
     body.hidden = facts.hidden = chosen.length === 0;
     replace(empty, emptyState("No store is chosen.", `Tick up to ${MOST_STORES} stores above.`));
     for (const [y, text] of CHARTS) {
-      const all = lines.flatMap((line) => line.groups[y] ? [{ ...line.groups[y], label: line.label, colour: line.colour }] : []).filter((group) => group.x.length);
+      const all = lines
+        .flatMap((line) => (line.groups[y] ? [{ ...line.groups[y], label: line.label, colour: line.colour }] : []))
+        .filter((group) => group.x.length);
       if (!all.length) {
         delete charts[y];
-        replace(places[y], h("p.soft", null, y === "throughput" ? "Nothing was written yet." : "None of these stores has an episode that has ended."));
+        replace(
+          places[y],
+          h(
+            "p.soft",
+            null,
+            y === "throughput" ? "Nothing was written yet." : "None of these stores has an episode that has ended.",
+          ),
+        );
         continue;
       }
       const isTime = y === "throughput" || x === "time";
       const xLabel = isTime ? "minutes since the first row" : { episode: "episode", rows: "rows written" }[x];
       const data = toLines(all.slice(0, MOST_LINES), y === "throughput" ? 0 : weight);
       if (charts[y]?.xLabel === xLabel) charts[y].chart.setData(data.x, data.series);
-      else charts[y] = { xLabel, chart: lineChart(places[y], { title: text, ...data, xLabel, height: y === "throughput" ? 160 : 260, signal }) };
+      else
+        charts[y] = {
+          xLabel,
+          chart: lineChart(places[y], { title: text, ...data, xLabel, height: y === "throughput" ? 160 : 260, signal }),
+        };
     }
     const count = lines.length;
     note.hidden = count <= MOST_LINES && !found.some((one) => one.truncated);
     note.textContent = `The charts show the ${MOST_LINES} first of ${count} groups at most, and of each store its 20 largest groups.`;
-    refresh(facts, [found.map((one) => [one.name, one.summary, one.error, one.last]), by], () => [h("h2", null, "Facts"), factTable(found, lines)]);
+    refresh(facts, [found.map((one) => [one.name, one.summary, one.error, one.last]), by], () => [
+      h("h2", null, "Facts"),
+      factTable(found, lines),
+    ]);
   };
 
   const load = async () => {
@@ -109,20 +192,40 @@ export async function render(root, { server, query, setQuery, signal }) {
   const known = new Map();
   const fillChoices = async () => {
     try {
-      await Promise.all(chosen.filter((name) => !known.has(name)).map(async (name) => known.set(name, await groupChoices(name, signal))));
+      await Promise.all(
+        chosen
+          .filter((name) => !known.has(name))
+          .map(async (name) => known.set(name, await groupChoices(name, signal))),
+      );
     } catch {
       // Without them the stores can still be compared as they are.
     }
     if (signal.aborted) return;
     const facts = [...new Set(found.flatMap((one) => Object.keys(one.summary?.meta ?? {})))].sort().slice(0, 50);
     const shared = new Map(chosen.flatMap((name) => known.get(name) ?? []).filter(([value]) => value !== "none"));
-    const choices = /** @type {[string, string][]} */ ([["store", "Store"], ...facts.map((name) => [META + name, `Provenance: ${shorten(name)}`]),
-      ...[...shared].map(([value, text]) => [value, `Store and ${text.toLowerCase()}`])]);
-    refresh(groups, choices, () => choice("Tell apart by", choices, by, (next) => { by = next; setQuery({ by: by === "store" ? "" : by }); load(); }));
+    const choices = /** @type {[string, string][]} */ ([
+      ["store", "Store"],
+      ...facts.map((name) => [META + name, `Provenance: ${shorten(name)}`]),
+      ...[...shared].map(([value, text]) => [value, `Store and ${text.toLowerCase()}`]),
+    ]);
+    refresh(groups, choices, () =>
+      choice("Tell apart by", choices, by, (next) => {
+        by = next;
+        setQuery({ by: by === "store" ? "" : by });
+        load();
+      }),
+    );
   };
   drawPicker();
   draw();
-  await repeat(PAUSE, async () => { if (chosen.length) await load(); else await fillChoices(); }, signal);
+  await repeat(
+    PAUSE,
+    async () => {
+      if (chosen.length) await load();
+      else await fillChoices();
+    },
+    signal,
+  );
 }
 
 /** @param {string} name @param {string} by @param {string} x @param {AbortSignal} signal */
@@ -132,13 +235,21 @@ async function describe(name, by, x, signal) {
     const ask = (/** @type {any} */ query) => fetchSeries(name, { points: POINTS, ...query }, signal);
     const [summary, returns, lengths, throughput] = await Promise.all([
       getJson(storePath(name, "/summary"), { signal }),
-      ask({ y: "return", by: groupBy, x }), ask({ y: "length", by: groupBy, x }), ask({ y: "throughput", x: "time", points: 100 }),
+      ask({ y: "return", by: groupBy, x }),
+      ask({ y: "length", by: groupBy, x }),
+      ask({ y: "throughput", x: "time", points: 100 }),
     ]);
     const begin = Math.min(...throughput.groups.flatMap((group) => group.x));
-    const times = (/** @type {any[]} */ all) => all.map((group) => ({ ...group, x: group.x.map((/** @type {number} */ at) => (at - begin) / 60_000) }));
+    const times = (/** @type {any[]} */ all) =>
+      all.map((group) => ({ ...group, x: group.x.map((/** @type {number} */ at) => (at - begin) / 60_000) }));
     return {
-      name, groupBy, summary, truncated: returns.truncated, last: lastReturns(returns.groups),
-      return: x === "time" ? times(returns.groups) : returns.groups, length: x === "time" ? times(lengths.groups) : lengths.groups,
+      name,
+      groupBy,
+      summary,
+      truncated: returns.truncated,
+      last: lastReturns(returns.groups),
+      return: x === "time" ? times(returns.groups) : returns.groups,
+      length: x === "time" ? times(lengths.groups) : lengths.groups,
       throughput: times(throughput.groups),
     };
   } catch (error) {
@@ -148,12 +259,23 @@ async function describe(name, by, x, signal) {
 }
 
 /** The mean return of the last tenth of the bins, and the highest bin. @param {any[]} groups */
-function lastReturns(groups) {
-  const bins = groups.flatMap((group) => group.x.map((/** @type {number} */ at, /** @type {number} */ number) => [at, group.mean[number], group.count[number]]))
-    .filter((bin) => bin[1] !== null).sort((one, other) => one[0] - other[0]);
+export function lastReturns(groups) {
+  const bins = groups
+    .flatMap((group) =>
+      group.x.map((/** @type {number} */ at, /** @type {number} */ number) => [
+        at,
+        group.mean[number],
+        group.count[number],
+      ]),
+    )
+    .filter((bin) => bin[1] !== null)
+    .sort((one, other) => one[0] - other[0]);
   const tail = bins.slice(-Math.max(1, Math.ceil(bins.length / 10)));
   const count = tail.reduce((sum, bin) => sum + bin[2], 0);
-  return { mean: count ? tail.reduce((sum, bin) => sum + bin[1] * bin[2], 0) / count : null, best: bins.length ? Math.max(...bins.map((bin) => bin[1])) : null };
+  return {
+    mean: count ? tail.reduce((sum, bin) => sum + bin[1] * bin[2], 0) / count : null,
+    best: bins.length ? Math.max(...bins.map((bin) => bin[1])) : null,
+  };
 }
 
 /**
@@ -165,14 +287,26 @@ function lastReturns(groups) {
 function color(found, by) {
   const meta = by.startsWith(META) ? by.slice(META.length) : null;
   const lines = found.flatMap((one) => {
-    const fact = meta === null ? null : one.summary?.meta?.[meta] ?? null;
+    const fact = meta === null ? null : (one.summary?.meta?.[meta] ?? null);
     if (one.groupBy === "none") {
-      return [{ store: one.name, key: meta === null ? one.name : JSON.stringify(fact), label: meta === null ? one.name : `${shorten(cell(fact ?? "none"), 20)} · ${one.name}`,
-        groups: { return: one.return[0], length: one.length[0], throughput: one.throughput[0] } }];
+      return [
+        {
+          store: one.name,
+          key: meta === null ? one.name : JSON.stringify(fact),
+          label: meta === null ? one.name : `${shorten(cell(fact ?? "none"), 20)} · ${one.name}`,
+          groups: { return: one.return[0], length: one.length[0], throughput: one.throughput[0] },
+        },
+      ];
     }
     return one.return.map((/** @type {any} */ group, /** @type {number} */ number) => ({
-      store: one.name, key: JSON.stringify([one.name, group.name, group.other]), label: `${one.name} · ${shorten(nameOf(group), 20)}`,
-      groups: { return: group, length: one.length.find((/** @type {any} */ each) => each.name === group.name && each.other === group.other), throughput: number === 0 ? one.throughput[0] : undefined },
+      store: one.name,
+      key: JSON.stringify([one.name, group.name, group.other]),
+      label: `${one.name} · ${shorten(nameOf(group), 20)}`,
+      groups: {
+        return: group,
+        length: one.length.find((/** @type {any} */ each) => each.name === group.name && each.other === group.other),
+        throughput: number === 0 ? one.throughput[0] : undefined,
+      },
     }));
   });
   const keys = [...new Set(lines.map((line) => line.key))];
@@ -188,21 +322,45 @@ function factTable(found, lines) {
     mark.style.background = `var(--series-${((line?.colour ?? 0) % 8) + 1})`;
     return mark;
   };
+  /** @type {Record<string, any>[]} */
   const rows = found.map((one) => ({
-    store: one.name, error: one.error, rows: one.summary?.rows, episodes: one.summary?.episodes.count, rate: one.summary?.rates.rows_in,
-    bytes: one.summary?.bytes, last: one.last?.mean, best: one.last?.best, ...Object.fromEntries(names.map((name) => [META + name, one.summary?.meta?.[name]])),
+    store: one.name,
+    error: one.error,
+    rows: one.summary?.rows,
+    episodes: one.summary?.episodes.count,
+    rate: one.summary?.rates.rows_in,
+    bytes: one.summary?.bytes,
+    last: one.last?.mean,
+    best: one.last?.best,
+    ...Object.fromEntries(names.map((name) => [META + name, one.summary?.meta?.[name]])),
   }));
   const differs = (/** @type {string} */ name) => new Set(rows.map((row) => JSON.stringify(row[META + name]))).size > 1;
   return table({
-    label: "Facts about the stores", rows, columns: [
-      { key: "store", title: "Store", draw: (row) => [swatch(row.store), " ", h("a", { href: storeHref(row.store) }, row.store), row.error ? h("span.bad", null, ` ${shorten(row.error)}`) : null] },
+    label: "Facts about the stores",
+    rows,
+    columns: [
+      {
+        key: "store",
+        title: "Store",
+        draw: (row) => [
+          swatch(row.store),
+          " ",
+          h("a", { href: storeHref(row.store) }, row.store),
+          row.error ? h("span.bad", null, ` ${shorten(row.error)}`) : null,
+        ],
+      },
       { key: "last", title: "Return of the last tenth", isNumber: true, draw: (row) => number(row.last) },
       { key: "best", title: "Highest mean", isNumber: true, draw: (row) => number(row.best) },
       { key: "episodes", title: "Episodes", isNumber: true, draw: (row) => integer(row.episodes) },
       { key: "rows", title: "Rows", isNumber: true, draw: (row) => integer(row.rows) },
       { key: "rate", title: "Rows/s", isNumber: true, draw: (row) => (row.rate ? compact(row.rate) : "–") },
       { key: "bytes", title: "Size", isNumber: true, draw: (row) => bytes(row.bytes) },
-      ...names.map((name) => ({ key: META + name, title: shorten(name, 24), draw: (/** @type {any} */ row) => (differs(name) ? h("strong", null, cell(row[META + name])) : cell(row[META + name])) })),
+      ...names.map((name) => ({
+        key: META + name,
+        title: shorten(name, 24),
+        draw: (/** @type {any} */ row) =>
+          differs(name) ? h("strong", null, cell(row[META + name])) : cell(row[META + name]),
+      })),
     ],
   });
 }

@@ -1,10 +1,18 @@
 // @ts-check
 /** Episodes of a store: filtered, sorted, and read page by page. */
 
-import { storeHref } from "../app.js";
-import { getJson, readJson, request, storePath } from "../client.js";
+import { storeHref } from "../addresses.js";
+import { ApiError, getJson, readJson, request, storePath } from "../client.js";
 import { announce, emptyState, errorState, h, replace } from "../dom.js";
-import { changeFacts, episodesOf, formatFact, hasFilter, readFilter, requestQuery, writeFilter } from "../episode_data.js";
+import {
+  changeFacts,
+  episodesOf,
+  formatFact,
+  hasFilter,
+  readFilter,
+  requestQuery,
+  writeFilter,
+} from "../episode_data.js";
 import { integer, number, time } from "../format.js";
 import { watch } from "../live.js";
 import { drawFrame, loadFrames } from "../player.js";
@@ -38,27 +46,77 @@ export async function render(root, context) {
   let filter = readFilter(query);
   let page = query.get("page") ?? "";
   const { fields } = await getJson(storePath(store, "/summary"), { signal });
-  const images = fields.filter((/** @type {any} */ field) => field.kind === "image").map((/** @type {any} */ field) => field.name);
-  let image = images.includes(query.get("image")) ? query.get("image") : images[0] ?? null;
+  const images = fields
+    .filter((/** @type {any} */ field) => field.kind === "image")
+    .map((/** @type {any} */ field) => field.name);
+  let image = images.includes(query.get("image")) ? query.get("image") : (images[0] ?? null);
 
   const whereError = h("div", { id: "where-error" });
   const where = h("input.mono.grow", {
-    id: "where", value: filter.where, placeholder: '"return" < 10 AND length > 50', autocomplete: "off", spellcheck: "false", maxlength: "4000", "aria-describedby": "where-error",
+    id: "where",
+    value: filter.where,
+    placeholder: '"return" < 10 AND length > 50',
+    autocomplete: "off",
+    spellcheck: "false",
+    maxlength: "4000",
+    "aria-describedby": "where-error",
   });
-  const form = h("form.row", {
-    role: "search", submit: (/** @type {Event} */ event) => { event.preventDefault(); change({ where: where.value.trim() }); },
-  }, h("label", { for: "where" }, "Where"), where, h("button.primary", { type: "submit" }, "Filter"));
-  const status = h("select", { change: () => change({ status: status.value }) },
-    h("option", { value: "" }, "any"), STATUSES.map((name) => h("option", { value: name }, name)));
-  const flagged = h("input", { type: "checkbox", change: () => {
-    const { flag, ...rest } = filter.facts;
-    change({ facts: flagged.checked ? { ...rest, flag: "true" } : rest });
-  } });
-  const imageChoice = images.length < 2 ? null : h("label.row", null, "Frames of",
-    h("select", { change: (/** @type {Event} */ event) => { image = /** @type {HTMLSelectElement} */ (event.target).value; setQuery({ image: image === images[0] ? "" : image }); frames.setField(image); load(); } },
-      images.map((/** @type {string} */ name) => h("option", { value: name, selected: name === image }, name))));
+  const form = h(
+    "form.row",
+    {
+      role: "search",
+      submit: (/** @type {Event} */ event) => {
+        event.preventDefault();
+        change({ where: where.value.trim() });
+      },
+    },
+    h("label", { for: "where" }, "Where"),
+    where,
+    h("button.primary", { type: "submit" }, "Filter"),
+  );
+  const status = h(
+    "select",
+    { change: () => change({ status: status.value }) },
+    h("option", { value: "" }, "any"),
+    STATUSES.map((name) => h("option", { value: name }, name)),
+  );
+  const flagged = h("input", {
+    type: "checkbox",
+    change: () => {
+      const { flag, ...rest } = filter.facts;
+      change({ facts: flagged.checked ? { ...rest, flag: "true" } : rest });
+    },
+  });
+  const imageChoice =
+    images.length < 2
+      ? null
+      : h(
+          "label.row",
+          null,
+          "Frames of",
+          h(
+            "select",
+            {
+              change: (/** @type {Event} */ event) => {
+                image = /** @type {HTMLSelectElement} */ (event.target).value;
+                setQuery({ image: image === images[0] ? "" : image });
+                frames.setField(image);
+                load();
+              },
+            },
+            images.map((/** @type {string} */ name) => h("option", { value: name, selected: name === image }, name)),
+          ),
+        );
   const chips = h("div.row");
-  const fresh = h("button.fresh", { type: "button", hidden: true, click: () => { page = ""; setQuery({ page }, { push: true }); load(); } });
+  const fresh = h("button.fresh", {
+    type: "button",
+    hidden: true,
+    click: () => {
+      page = "";
+      setQuery({ page }, { push: true });
+      load();
+    },
+  });
   const count = h("p.soft", { role: "status" });
   const body = h("div");
   const edits = h("div", { role: "alert" });
@@ -71,12 +129,32 @@ export async function render(root, context) {
   let known = null;
   let latestCount = 0;
 
-  replace(root,
+  replace(
+    root,
     h("div.heading", null, h("h1", null, "Episodes"), count, fresh),
-    h("div.filters", null, server.sql ? [form, whereError] : h("p.soft", null, "This server does not answer SQL, so episodes cannot be sorted or selected by a condition."),
-      h("div.row", null, h("label.row", null, "Status", status), server.sql ? h("label.tick", null, flagged, "Flagged only") : null, imageChoice, chips)),
-    edits, body,
-    h("nav.row.pager", { "aria-label": "Pages of episodes" }, previous, next));
+    h(
+      "div.filters",
+      null,
+      server.sql
+        ? [form, whereError]
+        : h(
+            "p.soft",
+            null,
+            "This server does not answer SQL, so episodes cannot be sorted or selected by a condition.",
+          ),
+      h(
+        "div.row",
+        null,
+        h("label.row", null, "Status", status),
+        server.sql ? h("label.tick", null, flagged, "Flagged only") : null,
+        imageChoice,
+        chips,
+      ),
+    ),
+    edits,
+    body,
+    h("nav.row.pager", { "aria-label": "Pages of episodes" }, previous, next),
+  );
 
   const change = (/** @type {Partial<import("../episode_data.js").Filter>} */ changes) => {
     filter = { ...filter, ...changes };
@@ -91,18 +169,29 @@ export async function render(root, context) {
     load(true);
   };
   const removal = (/** @type {string} */ text, /** @type {() => void} */ act) =>
-    h("button.chip", { type: "button", title: text, "aria-label": `Remove the filter ${text}`, click: act }, h("span", null, text), " ×");
+    h(
+      "button.chip",
+      { type: "button", title: text, "aria-label": `Remove the filter ${text}`, click: act },
+      h("span", null, text),
+      " ×",
+    );
   const drawFilter = () => {
     where.value = filter.where;
     status.value = filter.status;
     flagged.checked = filter.facts.flag === "true";
-    replace(chips,
+    replace(
+      chips,
       filter.source ? removal(`source: ${filter.source}`, () => change({ source: "" })) : null,
-      Object.entries(filter.facts).filter(([name, value]) => !(name === "flag" && value === "true")).map(([name, value]) => removal(`${name}: ${value}`, () => {
-        const { [name]: _, ...rest } = filter.facts;
-        change({ facts: rest });
-      })),
-      hasFilter(filter) ? h("button.link", { type: "button", click: clear }, "Remove all filters") : null);
+      Object.entries(filter.facts)
+        .filter(([name, value]) => !(name === "flag" && value === "true"))
+        .map(([name, value]) =>
+          removal(`${name}: ${value}`, () => {
+            const { [name]: _, ...rest } = filter.facts;
+            change({ facts: rest });
+          }),
+        ),
+      hasFilter(filter) ? h("button.link", { type: "button", click: clear }, "Remove all filters") : null,
+    );
   };
   const clear = () => change({ where: "", source: "", status: "", facts: {} });
 
@@ -118,15 +207,19 @@ export async function render(root, context) {
     body.setAttribute("aria-busy", "true");
     try {
       const response = await request(storePath(store, "/episodes"), {
-        query: server.sql ? { ...requestQuery(filter), order: filter.order || ORDER, limit: PAGE, page } : { source: filter.source, status: filter.status, limit: PAGE, page },
+        query: server.sql
+          ? { ...requestQuery(filter), order: filter.order || ORDER, limit: PAGE, page }
+          : { source: filter.source, status: filter.status, limit: PAGE, page },
         signal: both,
       });
       const episodes = episodesOf(await readJson(response));
       cursors.previous = response.headers.get("X-Previous");
       cursors.next = response.headers.get("X-Next");
       const total = response.headers.get("X-Total");
-      count.textContent = total === null ? `${integer(episodes.length)} on this page`
-        : `${integer(Number(total))} ${Number(total) === 1 ? "episode" : "episodes"}${hasFilter(filter) ? " match" : ""}`;
+      count.textContent =
+        total === null
+          ? `${integer(episodes.length)} on this page`
+          : `${integer(Number(total))} ${Number(total) === 1 ? "episode" : "episodes"}${hasFilter(filter) ? " match" : ""}`;
       known = null;
       fresh.hidden = true;
       draw(episodes);
@@ -138,14 +231,36 @@ export async function render(root, context) {
       if (both.aborted) return;
       cursors.previous = null;
       cursors.next = null;
-      const isCondition = server.sql && error?.status >= 400 && error.status < 500 && filter.where;
+      const isRefused = error instanceof ApiError && error.status >= 400 && error.status < 500;
+      const isCondition = server.sql && isRefused && filter.where;
       if (isCondition) {
         replace(whereError, errorState(error));
         where.setAttribute("aria-invalid", "true");
         replace(body);
         count.textContent = "";
       } else {
-        replace(body, errorState(error), page ? h("p", null, h("button", { type: "button", click: () => { page = ""; setQuery({ page }); load(); } }, "First page")) : null);
+        replace(
+          body,
+          errorState(error),
+          page
+            ? h(
+                "p",
+                null,
+                h(
+                  "button",
+                  {
+                    type: "button",
+                    click: () => {
+                      page = "";
+                      setQuery({ page });
+                      load();
+                    },
+                  },
+                  "First page",
+                ),
+              )
+            : null,
+        );
       }
     } finally {
       if (!both.aborted) {
@@ -160,10 +275,35 @@ export async function render(root, context) {
   function draw(episodes) {
     frames.reset();
     if (episodes.length === 0) {
-      replace(body, hasFilter(filter)
-        ? emptyState("No episode matches.", h("button", { type: "button", click: clear }, "Remove all filters"))
-        : page ? emptyState("There are no more episodes.", h("button", { type: "button", click: () => { page = ""; setQuery({ page }); load(); } }, "First page"))
-          : emptyState("There are no episodes yet.", "They appear here when a program writes rows, for instance with ", h("code", null, "expstore collect"), " or ", h("code", null, "rb.extend"), "."));
+      replace(
+        body,
+        hasFilter(filter)
+          ? emptyState("No episode matches.", h("button", { type: "button", click: clear }, "Remove all filters"))
+          : page
+            ? emptyState(
+                "There are no more episodes.",
+                h(
+                  "button",
+                  {
+                    type: "button",
+                    click: () => {
+                      page = "";
+                      setQuery({ page });
+                      load();
+                    },
+                  },
+                  "First page",
+                ),
+              )
+            : emptyState(
+                "There are no episodes yet.",
+                "They appear here when a program writes rows, for instance with ",
+                h("code", null, "expstore collect"),
+                " or ",
+                h("code", null, "rb.extend"),
+                ".",
+              ),
+      );
       return;
     }
     const order = filter.order || ORDER;
@@ -171,15 +311,26 @@ export async function render(root, context) {
     const focused = body.contains(document.activeElement) ? document.activeElement?.closest("th") : null;
     const position = focused ? [.../** @type {HTMLElement} */ (focused.parentElement).children].indexOf(focused) : -1;
     const left = body.querySelector(".scroll")?.scrollLeft ?? 0;
-    const made = table({ label: "Episodes", columns, rows: episodes, order, onSort: server.sql ? (chosen) => change({ order: chosen === ORDER ? "" : chosen }) : undefined });
+    const made = table({
+      label: "Episodes",
+      columns,
+      rows: episodes,
+      order,
+      onSort: server.sql ? (chosen) => change({ order: chosen === ORDER ? "" : chosen }) : undefined,
+    });
     made.classList.add("tall");
     replace(body, made);
     made.scrollLeft = left;
-    if (position >= 0) /** @type {HTMLElement | null} */ (made.querySelectorAll("thead th")[position]?.querySelector("button"))?.focus();
+    if (position >= 0)
+      /** @type {HTMLElement | null} */ (made.querySelectorAll("thead th")[position]?.querySelector("button"))?.focus();
   }
 
   /** Change a fact; undo the change of the control if the server refuses it. */
-  async function edit(/** @type {any} */ episode, /** @type {Record<string, any>} */ changes, /** @type {() => void} */ undo) {
+  async function edit(
+    /** @type {any} */ episode,
+    /** @type {Record<string, any>} */ changes,
+    /** @type {() => void} */ undo,
+  ) {
     replace(edits);
     try {
       episode.info = await changeFacts(store, episode.episode_id, changes, signal);
@@ -192,62 +343,141 @@ export async function render(root, context) {
   }
 
   await load();
-  watch(store, (event) => {
-    latestCount = event.episodes;
-    if (known === null) known = latestCount;
-    const more = latestCount - known;
-    if (more <= 0) return;
-    fresh.hidden = false;
-    fresh.textContent = `${integer(more)} new ${more === 1 ? "episode" : "episodes"}, show`;
-  }, signal);
+  watch(
+    store,
+    (event) => {
+      latestCount = event.episodes;
+      if (known === null) known = latestCount;
+      const more = latestCount - known;
+      if (more <= 0) return;
+      fresh.hidden = false;
+      fresh.textContent = `${integer(more)} new ${more === 1 ? "episode" : "episodes"}, show`;
+    },
+    signal,
+  );
 }
 
 /**
  * @param {import("../app.js").Context} context
- * @param {{image: string | null, frames: FrameLoader, filter: () => import("../episode_data.js").Filter, change: (changes: any) => void, edit: (episode: any, changes: any, undo: () => void) => void}} options
+ * @param {object} options
+ * @param {string | null} options.image The field whose frames are drawn.
+ * @param {FrameLoader} options.frames
+ * @param {() => import("../episode_data.js").Filter} options.filter
+ * @param {(changes: any) => void} options.change Change the filter.
+ * @param {(episode: any, changes: any, undo: () => void) => void} options.edit Change facts of an episode.
  * @returns {import("../table.js").Column[]}
  */
 function columnsOf({ params, server, query }, { image, frames, filter, change, edit }) {
-  const open = (/** @type {any} */ row) => storeHref(params.store, `/episodes/${row.episode_id}`, { ...writeFilter(filter()), images: query.get("images") });
+  const open = (/** @type {any} */ row) =>
+    storeHref(params.store, `/episodes/${row.episode_id}`, { ...writeFilter(filter()), images: query.get("images") });
   const canWrite = server.access === "write";
-  const cut = (/** @type {string} */ text) => (text.length > MOST_LETTERS ? `${text.slice(0, MOST_LETTERS - 1)}…` : text);
+  const cut = (/** @type {string} */ text) =>
+    text.length > MOST_LETTERS ? `${text.slice(0, MOST_LETTERS - 1)}…` : text;
   const factChip = (/** @type {string} */ name, /** @type {any} */ value) => {
     // The text that SQL compares: ->> returns texts without quotes.
     const text = typeof value === "string" ? value : JSON.stringify(value);
     const label = `${cut(name)}: ${cut(text)}`;
     return server.sql
-      ? h("button.chip", { type: "button", title: `Only episodes with ${name.slice(0, 200)}: ${text.slice(0, 200)}`, click: () => change({ facts: { ...filter().facts, [name]: text } }) }, h("bdi", null, label))
+      ? h(
+          "button.chip",
+          {
+            type: "button",
+            title: `Only episodes with ${name.slice(0, 200)}: ${text.slice(0, 200)}`,
+            click: () => change({ facts: { ...filter().facts, [name]: text } }),
+          },
+          h("bdi", null, label),
+        )
       : h("span.chip", null, h("bdi", null, label));
   };
   return [
-    { key: "episode_id", title: "Episode", isNumber: true, canSort: true, draw: (row) => h("a", { href: open(row) }, row.episode_id) },
-    ...(image === null ? [] : [{ key: "frames", title: "First and last", draw: (/** @type {any} */ row) => frames.place(row, open(row)) }]),
+    {
+      key: "episode_id",
+      title: "Episode",
+      isNumber: true,
+      canSort: true,
+      draw: (row) => h("a", { href: open(row) }, row.episode_id),
+    },
+    ...(image === null
+      ? []
+      : [{ key: "frames", title: "First and last", draw: (/** @type {any} */ row) => frames.place(row, open(row)) }]),
     { key: "return", title: "Return", isNumber: true, canSort: true, draw: (row) => number(row.return) },
     { key: "length", title: "Length", isNumber: true, canSort: true, draw: (row) => integer(row.length) },
-    { key: "status", title: "Status", canSort: true, draw: (row) => h(`button.badge.${row.status}`, { type: "button", title: `Only ${row.status} episodes`, click: () => change({ status: row.status }) }, row.status) },
-    { key: "source", title: "Source", canSort: true, draw: (row) => h("button.link", { type: "button", title: `Only episodes of ${row.source}`, click: () => change({ source: row.source }) }, h("bdi", null, cut(row.source))) },
-    { key: "info", title: "Facts", draw: (row) => {
-      const entries = Object.entries(row.info).filter(([name]) => name !== "flag" && name !== "note");
-      const rest = entries.length - MOST_FACTS;
-      return h("div.chips", null, entries.slice(0, MOST_FACTS).map(([name, value]) => factChip(name, value)),
-        rest > 0 ? h("a", { href: open(row) }, `${rest} more`) : null);
-    } },
-    { key: "flag", title: "Flag", draw: (row) => {
-      const box = h("input", {
-        type: "checkbox", checked: row.info.flag === true, disabled: !canWrite, "aria-label": `Flag episode ${row.episode_id}`,
-        change: () => edit(row, { flag: box.checked || null }, () => { box.checked = !box.checked; }),
-      });
-      return box;
-    } },
-    { key: "note", title: "Note", draw: (row) => {
-      const text = row.info.note === undefined ? "" : typeof row.info.note === "string" ? row.info.note : formatFact(row.info.note);
-      if (!canWrite) return h("bdi", { title: text.slice(0, 1000) }, cut(text));
-      const input = h("input.note", {
-        value: text, "aria-label": `Note on episode ${row.episode_id}`, autocomplete: "off",
-        change: () => edit(row, { note: input.value.trim() || null }, () => { input.value = text; }),
-      });
-      return input;
-    } },
+    {
+      key: "status",
+      title: "Status",
+      canSort: true,
+      draw: (row) =>
+        h(
+          `button.badge.${row.status}`,
+          { type: "button", title: `Only ${row.status} episodes`, click: () => change({ status: row.status }) },
+          row.status,
+        ),
+    },
+    {
+      key: "source",
+      title: "Source",
+      canSort: true,
+      draw: (row) =>
+        h(
+          "button.link",
+          { type: "button", title: `Only episodes of ${row.source}`, click: () => change({ source: row.source }) },
+          h("bdi", null, cut(row.source)),
+        ),
+    },
+    {
+      key: "info",
+      title: "Facts",
+      draw: (row) => {
+        const entries = Object.entries(row.info).filter(([name]) => name !== "flag" && name !== "note");
+        const rest = entries.length - MOST_FACTS;
+        return h(
+          "div.chips",
+          null,
+          entries.slice(0, MOST_FACTS).map(([name, value]) => factChip(name, value)),
+          rest > 0 ? h("a", { href: open(row) }, `${rest} more`) : null,
+        );
+      },
+    },
+    {
+      key: "flag",
+      title: "Flag",
+      draw: (row) => {
+        const box = h("input", {
+          type: "checkbox",
+          checked: row.info.flag === true,
+          disabled: !canWrite,
+          "aria-label": `Flag episode ${row.episode_id}`,
+          change: () =>
+            edit(row, { flag: box.checked || null }, () => {
+              box.checked = !box.checked;
+            }),
+        });
+        return box;
+      },
+    },
+    {
+      key: "note",
+      title: "Note",
+      draw: (row) => {
+        const text =
+          row.info.note === undefined
+            ? ""
+            : typeof row.info.note === "string"
+              ? row.info.note
+              : formatFact(row.info.note);
+        if (!canWrite) return h("bdi", { title: text.slice(0, 1000) }, cut(text));
+        const input = h("input.note", {
+          value: text,
+          "aria-label": `Note on episode ${row.episode_id}`,
+          autocomplete: "off",
+          change: () =>
+            edit(row, { note: input.value.trim() || null }, () => {
+              input.value = text;
+            }),
+        });
+        return input;
+      },
+    },
     { key: "start_time", title: "Started", canSort: true, draw: (row) => time(row.start_time) },
   ];
 }
@@ -259,7 +489,11 @@ class FrameLoader {
     this.store = store;
     this.field = field;
     this.signal = signal;
-    /** Frames by field, episode and length, since open episodes grow. @type {Map<string, import("../player.js").Frame[]>} */
+    /**
+     * Frames by field, episode and length, since open episodes grow.
+     *
+     * @type {Map<string, import("../player.js").Frame[]>}
+     */
     this.kept = new Map();
     /** @type {Map<Element, {row: any, canvases: HTMLCanvasElement[], note: HTMLElement}>} */
     this.places = new Map();
@@ -295,7 +529,14 @@ class FrameLoader {
   /** @param {any} row @param {string} target Address that the frames link to. */
   place(row, target) {
     if (row.live_rows === 0) return h("span.soft", null, "not stored");
-    const canvases = ["First", "Last"].map((name) => h("canvas.thumb", { width: "1", height: "1", role: "img", "aria-label": `${name} frame of episode ${row.episode_id}` }));
+    const canvases = ["First", "Last"].map((name) =>
+      h("canvas.thumb", {
+        width: "1",
+        height: "1",
+        role: "img",
+        "aria-label": `${name} frame of episode ${row.episode_id}`,
+      }),
+    );
     const note = h("span.soft");
     const element = h("a.thumbs", { href: target, tabindex: "-1" }, canvases, note);
     const kept = this.kept.get(this.#key(row));
@@ -333,14 +574,18 @@ class FrameLoader {
     const key = this.#key(row);
     try {
       const frames = await loadFrames({
-        store: this.store, episode: row.episode_id, field: /** @type {string} */ (this.field), select: { steps: "0,-1" }, side: SIDE,
+        store: this.store,
+        episode: row.episode_id,
+        field: /** @type {string} */ (this.field),
+        select: { steps: "0,-1" },
+        side: SIDE,
         signal: AbortSignal.any([abort.signal, this.signal]),
       });
       this.kept.set(key, frames);
       const oldest = this.kept.keys().next().value;
       if (this.kept.size > MOST_KEPT && oldest !== undefined) this.kept.delete(oldest);
       if (frames.length) this.#draw(canvases, frames);
-    } catch (error) {
+    } catch (/** @type {any} */ error) {
       if (abort.signal.aborted || this.signal.aborted) return;
       note.textContent = "no frames";
       note.title = error?.message ?? "";

@@ -1,20 +1,33 @@
 // @ts-check
 /** One store: its size, the returns and lengths of its episodes, its fields, histograms, sessions and versions. */
 
-import { storeHref } from "../app.js";
+import { storeHref } from "../addresses.js";
 import { getJson, isHandled, storePath } from "../client.js";
 import { histogram, histogramData, lineChart } from "../chart.js";
 import { announce, choice, emptyState, errorState, h, refresh, replace } from "../dom.js";
 import { bytes, cell, compact, duration, integer, number, time } from "../format.js";
 import { repeat, watch } from "../live.js";
-import { fetchSeries, groupChoices, groupCondition, nameOf, rangeCondition, readSmoothing, shorten, smoothingSlider, toLines, X_CHOICES } from "../series.js";
+import {
+  fetchSeries,
+  groupChoices,
+  groupCondition,
+  nameOf,
+  rangeCondition,
+  readSmoothing,
+  shorten,
+  smoothingSlider,
+  toLines,
+  X_CHOICES,
+} from "../series.js";
 import { facts, table } from "../table.js";
 
-/** Milliseconds between two summaries, and between two looks at the series; a writer must not notice the page. */
+/** Milliseconds between two summaries, and between two requests for the series. `live.js` says why pages poll. */
 const SUMMARY_PAUSE = 2000;
 const SERIES_PAUSE = 4000;
-/** Summaries that are skipped while no event says that the store has grown: a proxy may keep events back. */
-const IDLE_LOOKS = 5;
+/** The server may answer with series that are this old, in milliseconds. */
+const ANSWER_AGE = 5000;
+/** Without an event the page asks for each fifth summary only. */
+const QUIET_PAUSES = 5;
 const HEIGHT = 230;
 
 /** @param {Record<string, string>} params */
@@ -28,12 +41,28 @@ export async function render(root, context) {
   const summary = await getJson(storePath(params.store, "/summary"), { signal });
   const head = h("div");
   const series = h("section.card", { "aria-labelledby": "series-title" });
-  const parts = SECTIONS.map((section) => ({ ...section, place: h("section.card", { "aria-label": section.title, hidden: true }) }));
-  const ages = histogramCard("Ages of the rows", "Seconds since they were written; the rows that can be sampled.", signal);
+  const parts = SECTIONS.map((section) => ({
+    ...section,
+    place: h("section.card", { "aria-label": section.title, hidden: true }),
+  }));
+  const ages = histogramCard(
+    "Ages of the rows",
+    "Seconds since they were written; the rows that can be sampled.",
+    signal,
+  );
   const priorities = histogramCard("Priorities", "Of the rows that can be sampled.", signal);
   const sampled = histogramCard("Times sampled", "How often each row was drawn.", signal);
-  replace(root, head, series, h("div.grid", null, ages.element, priorities.element, sampled.element),
-    h("div.split", null, parts.map((part) => part.place)));
+  replace(
+    root,
+    head,
+    series,
+    h("div.grid", null, ages.element, priorities.element, sampled.element),
+    h(
+      "div.split",
+      null,
+      parts.map((part) => part.place),
+    ),
+  );
 
   const show = (/** @type {any} */ now) => {
     refresh(head, [now, "head"], () => heading(now, context.params.store));
@@ -50,17 +79,27 @@ export async function render(root, context) {
   const curves = new Curves(series, context);
   await curves.start();
 
-  let [written, ended, hasGrown, looks] = [summary.written, endedOf(summary), false, 0];
-  watch(params.store, () => { hasGrown = true; }, signal);
-  repeat(SUMMARY_PAUSE, async () => {
-    looks += 1;
-    if (!hasGrown && looks < IDLE_LOOKS) return;
-    [hasGrown, looks] = [false, 0];
-    const now = await getJson(storePath(params.store, "/summary"), { signal });
-    curves.isStale ||= now.written !== written || endedOf(now) !== ended;
-    [written, ended] = [now.written, endedOf(now)];
-    show(now);
-  }, signal);
+  let [written, ended, hasGrown, pauses] = [summary.written, endedOf(summary), false, 0];
+  watch(
+    params.store,
+    () => {
+      hasGrown = true;
+    },
+    signal,
+  );
+  repeat(
+    SUMMARY_PAUSE,
+    async () => {
+      pauses += 1;
+      if (!hasGrown && pauses < QUIET_PAUSES) return;
+      [hasGrown, pauses] = [false, 0];
+      const now = await getJson(storePath(params.store, "/summary"), { signal });
+      if (now.written !== written || endedOf(now) !== ended) curves.changedAt = performance.now();
+      [written, ended] = [now.written, endedOf(now)];
+      show(now);
+    },
+    signal,
+  );
 }
 
 /** @param {any} summary */
@@ -71,8 +110,14 @@ function endedOf({ episodes }) {
 /** @param {any} now @param {string} name */
 function heading(now, name) {
   const left = [
-    h("h1", null, name), h("span.badge", null, now.storage), now.read_only ? h("span.badge", null, "read only here") : null,
-    ...Object.entries(now.meta ?? {}).slice(0, 8).map(([name, value]) => h("span.badge", { title: `${name}: ${cell(value)}` }, `${shorten(name, 30)}: ${shorten(cell(value), 40)}`)),
+    h("h1", null, name),
+    h("span.badge", null, now.storage),
+    now.read_only ? h("span.badge", null, "read only here") : null,
+    ...Object.entries(now.meta ?? {})
+      .slice(0, 8)
+      .map(([name, value]) =>
+        h("span.badge", { title: `${name}: ${cell(value)}` }, `${shorten(name, 30)}: ${shorten(cell(value), 40)}`),
+      ),
   ];
   const { episodes, rates } = now;
   return [
@@ -102,7 +147,13 @@ function endings(/** @type {any} */ episodes) {
  */
 function histogramCard(text, hint, signal) {
   const place = h("div");
-  const element = h("section.card", { "aria-label": text, hidden: true }, h("h2", null, text), h("p.hint", null, hint), place);
+  const element = h(
+    "section.card",
+    { "aria-label": text, hidden: true },
+    h("h2", null, text),
+    h("p.hint", null, hint),
+    place,
+  );
   /** @type {any} */
   let chart = null;
   return {
@@ -123,10 +174,23 @@ function histogramCard(text, hint, signal) {
 /** What is shown as tables and lists: its data out of a summary (null: nothing), and how it is drawn. */
 const SECTIONS = [
   { title: "Fields", read: (/** @type {any} */ now) => now.fields, build: fieldTable },
-  { title: "Writing", read: (/** @type {any} */ now) => ({
-    durability: now.durability, unsynced: now.unsynced_rows, age: now.last_sync_age, seconds: now.last_sync_seconds, limiter: now.limiter, read_only: now.read_only,
-  }), build: writingFacts },
-  { title: "Sessions", read: (/** @type {any} */ now) => (now.sessions.length ? now.sessions : null), build: sessionTable },
+  {
+    title: "Writing",
+    read: (/** @type {any} */ now) => ({
+      durability: now.durability,
+      unsynced: now.unsynced_rows,
+      age: now.last_sync_age,
+      seconds: now.last_sync_seconds,
+      limiter: now.limiter,
+      read_only: now.read_only,
+    }),
+    build: writingFacts,
+  },
+  {
+    title: "Sessions",
+    read: (/** @type {any} */ now) => (now.sessions.length ? now.sessions : null),
+    build: sessionTable,
+  },
   { title: "Versions", read: (/** @type {any} */ now) => now.versions, build: versionTable },
 ];
 
@@ -136,7 +200,9 @@ function fieldTable(fields) {
   const most = Math.max(...fields.map((field) => field.bytes ?? 0), 1);
   const rows = [...fields].sort((one, other) => (other.bytes ?? 0) - (one.bytes ?? 0));
   return table({
-    label: "Fields", rows, columns: [
+    label: "Fields",
+    rows,
+    columns: [
       { key: "name", title: "Field" },
       { key: "type", title: "Type", draw: (row) => h("code", null, row.type) },
       { key: "layout", title: "Layout", draw: (row) => row.layout ?? "–" },
@@ -155,14 +221,24 @@ function bar(value, most) {
 
 /** @param {any} data */
 function writingFacts({ durability, unsynced, age, seconds, limiter, read_only: readOnly }) {
-  const promise = { sync: "sync: every extend survives a power cut", process: "process: every extend survives kill -9" }[/** @type {string} */ (durability)];
+  const promise = {
+    sync: "sync: every extend survives a power cut",
+    process: "process: every extend survives kill -9",
+  }[/** @type {string} */ (durability)];
   return [
-    readOnly ? h("p.hint", null, "This server only reads the store; what its writer has not told others is unknown.") : null,
+    readOnly
+      ? h("p.hint", null, "This server only reads the store; what its writer has not told others is unknown.")
+      : null,
     facts([
-      ["Durability", promise ?? "–"], ["Unsynced rows", integer(unsynced)],
+      ["Durability", promise ?? "–"],
+      ["Unsynced rows", integer(unsynced)],
       ["Last sync", age === null ? "–" : `${duration(age)} ago, took ${duration(seconds)}`],
     ]),
-    limiter ? [h("h3", null, "Rate limiter"), facts(Object.entries(limiter).map(([name, value]) => [name.replaceAll("_", " "), number(value)]))]
+    limiter
+      ? [
+          h("h3", null, "Rate limiter"),
+          facts(Object.entries(limiter).map(([name, value]) => [name.replaceAll("_", " "), number(value)])),
+        ]
       : h("p.soft", null, "No rate limiter: writers and samplers do not wait for each other."),
   ];
 }
@@ -171,12 +247,32 @@ function writingFacts({ durability, unsynced, age, seconds, limiter, read_only: 
 function sessionTable(sessions, store) {
   const withFacts = sessions.some((session) => session.provenance);
   return table({
-    label: "Sessions", rows: sessions, columns: [
-      { key: "session", title: "Session", draw: (row) => h("a", { href: storeHref(store, "/episodes", { where: groupCondition("session", row.session) }), title: row.session }, shorten(row.session, 20)) },
+    label: "Sessions",
+    rows: sessions,
+    columns: [
+      {
+        key: "session",
+        title: "Session",
+        draw: (row) =>
+          h(
+            "a",
+            {
+              href: storeHref(store, "/episodes", { where: groupCondition("session", row.session) }),
+              title: row.session,
+            },
+            shorten(row.session, 20),
+          ),
+      },
       { key: "sources", title: "Sources", isNumber: true, draw: (row) => integer(row.sources) },
       { key: "started", title: "Started", draw: (row) => time(row.started * 1000) },
-      { key: "ended", title: "Ended", draw: (row) => (row.ended === null ? "may still write" : time(row.ended * 1000)) },
-      ...(withFacts ? [{ key: "provenance", title: "Provenance", draw: (/** @type {any} */ row) => provenance(row.provenance) }] : []),
+      {
+        key: "ended",
+        title: "Ended",
+        draw: (row) => (row.ended === null ? "may still write" : time(row.ended * 1000)),
+      },
+      ...(withFacts
+        ? [{ key: "provenance", title: "Provenance", draw: (/** @type {any} */ row) => provenance(row.provenance) }]
+        : []),
     ],
   });
 }
@@ -184,7 +280,9 @@ function sessionTable(sessions, store) {
 /** @param {Record<string, any> | null} found */
 function provenance(found) {
   if (!found) return "–";
-  const text = Object.entries(found).map(([name, value]) => `${name}: ${cell(value)}`).join(" · ");
+  const text = Object.entries(found)
+    .map(([name, value]) => `${name}: ${cell(value)}`)
+    .join(" · ");
   return h("span", { title: text }, shorten(text, 160));
 }
 
@@ -194,8 +292,11 @@ function versionTable(versions) {
     return h("p.soft", null, "No versions were kept. ", h("code", null, 'rb.snapshots.tag("name")'), " keeps one.");
   }
   return table({
-    label: "Versions", rows: [...versions].reverse(), columns: [
-      { key: "number", title: "Version", isNumber: true }, { key: "tag", title: "Tag" },
+    label: "Versions",
+    rows: [...versions].reverse(),
+    columns: [
+      { key: "number", title: "Version", isNumber: true },
+      { key: "tag", title: "Tag" },
       { key: "rows", title: "Rows", isNumber: true, draw: (row) => integer(row.rows) },
       { key: "time", title: "Made", draw: (row) => time(row.time * 1000) },
     ],
@@ -215,7 +316,12 @@ class Curves {
     this.place = place;
     this.context = context;
     this.store = context.params.store;
-    this.isStale = false;
+    /**
+     * When the store was seen to have changed, until the series are newer than that.
+     *
+     * @type {number | null}
+     */
+    this.changedAt = null;
     this.by = query.get("by") ?? "none";
     this.x = X_CHOICES.some(([value]) => value === query.get("x")) ? /** @type {string} */ (query.get("x")) : "episode";
     this.weight = readSmoothing(query.get("smooth"));
@@ -235,29 +341,70 @@ class Curves {
 
   async start() {
     const { signal } = this.context;
-    const slider = smoothingSlider(this.weight, (weight) => { this.weight = weight; this.draw(); }, (smooth) => this.context.setQuery({ smooth }));
-    this.groups = h("span", null, choice("Group by", [["none", "Nothing"]], this.by, (by) => this.change({ by })));
-    replace(this.place, h("div.heading", null, h("h2", { id: "series-title" }, "Episodes"),
-      h("a", { href: storeHref(this.store, "/episodes") }, "List all")),
-    h("div.row.controls", null, this.groups,
-      choice("Over", X_CHOICES, this.x, (x) => { this.setRange(null); this.change({ x }); }),
-      slider),
-    this.error, h("div.grid", null,
-      h("div", null, h("h3", null, "Return"), this.places.return), h("div", null, h("h3", null, "Length in steps"), this.places.length)),
-    this.selection, h("h3", null, "Rows written per second"), this.places.throughput);
+    const slider = smoothingSlider(
+      this.weight,
+      (weight) => {
+        this.weight = weight;
+        this.draw();
+      },
+      (smooth) => this.context.setQuery({ smooth }),
+    );
+    this.groups = h(
+      "span",
+      null,
+      choice("Group by", [["none", "Nothing"]], this.by, (by) => this.change({ by })),
+    );
+    replace(
+      this.place,
+      h(
+        "div.heading",
+        null,
+        h("h2", { id: "series-title" }, "Episodes"),
+        h("a", { href: storeHref(this.store, "/episodes") }, "List all"),
+      ),
+      h(
+        "div.row.controls",
+        null,
+        this.groups,
+        choice("Over", X_CHOICES, this.x, (x) => {
+          this.setRange(null);
+          this.change({ x });
+        }),
+        slider,
+      ),
+      this.error,
+      h(
+        "div.grid",
+        null,
+        h("div", null, h("h3", null, "Return"), this.places.return),
+        h("div", null, h("h3", null, "Length in steps"), this.places.length),
+      ),
+      this.selection,
+      h("h3", null, "Rows written per second"),
+      this.places.throughput,
+    );
     if (this.context.server.sql || this.by === "none") this.fillChoices();
     await this.load();
-    repeat(SERIES_PAUSE, async () => {
-      if (!this.isStale) return;
-      this.isStale = false;
-      await this.load();
-    }, signal);
+    repeat(
+      SERIES_PAUSE,
+      async () => {
+        const { changedAt } = this;
+        if (changedAt === null) return;
+        const isNewer = performance.now() - changedAt >= ANSWER_AGE;
+        await this.load();
+        if (isNewer && this.changedAt === changedAt) this.changedAt = null;
+      },
+      signal,
+    );
   }
 
   async fillChoices() {
     try {
       const found = await groupChoices(this.store, this.context.signal);
-      replace(this.groups, choice("Group by", found, this.by, (by) => this.change({ by })));
+      replace(
+        this.groups,
+        choice("Group by", found, this.by, (by) => this.change({ by })),
+      );
     } catch {
       // Without a list of facts the episodes can still be drawn together.
     }
@@ -280,7 +427,9 @@ class Curves {
     try {
       const ask = (/** @type {any} */ query) => fetchSeries(this.store, query, signal);
       const [returns, lengths, throughput] = await Promise.all([
-        ask({ y: "return", by: this.by, x: this.x }), ask({ y: "length", by: this.by, x: this.x }), ask({ y: "throughput", x: "time", points: 300 }),
+        ask({ y: "return", by: this.by, x: this.x }),
+        ask({ y: "length", by: this.by, x: this.x }),
+        ask({ y: "throughput", x: "time", points: 300 }),
       ]);
       this.answers = { return: returns, length: lengths, throughput };
       replace(this.error);
@@ -302,18 +451,35 @@ class Curves {
       const groups = answer.groups.filter((/** @type {any} */ group) => group.x.length);
       if (!groups.length) {
         delete this.charts[y];
-        replace(place, y === "throughput" ? h("p.soft", null, "Nothing was written yet.")
-          : emptyState("No episode has ended yet.", "Curves begin with the first row that is terminated or truncated. This page shows them as they come."));
+        replace(
+          place,
+          y === "throughput"
+            ? h("p.soft", null, "Nothing was written yet.")
+            : emptyState(
+                "No episode has ended yet.",
+                "Curves begin with the first row that is terminated or truncated. This page shows them as they come.",
+              ),
+        );
         continue;
       }
       const isTime = y === "throughput" || this.x === "time";
-      const { x, series } = toLines(this.by === "none" || y === "throughput" ? groups.map((/** @type {any} */ group) => ({ ...group, label: YNAMES[y] })) : groups, y === "throughput" ? 0 : this.weight);
+      const { x, series } = toLines(
+        this.by === "none" || y === "throughput"
+          ? groups.map((/** @type {any} */ group) => ({ ...group, label: YNAMES[y] }))
+          : groups,
+        y === "throughput" ? 0 : this.weight,
+      );
       if (this.charts[y] && this.charts[y].isTime === isTime && this.charts[y].xLabel === xLabel) {
         this.charts[y].chart.setData(x, series);
       } else {
         const chart = lineChart(place, {
           title: TITLES[y],
-          x, series, isTime, xLabel: y === "throughput" ? "time" : xLabel, height: y === "throughput" ? 130 : HEIGHT, signal,
+          x,
+          series,
+          isTime,
+          xLabel: y === "throughput" ? "time" : xLabel,
+          height: y === "throughput" ? 130 : HEIGHT,
+          signal,
           sync: y === "throughput" ? undefined : "episodes",
           onSelect: y === "throughput" ? undefined : (at) => this.setRange(around(x, at)),
           onRange: y === "throughput" ? undefined : (low, high) => this.setRange([low, high]),
@@ -337,35 +503,65 @@ class Curves {
   describe() {
     const [from, to] = /** @type {[number, number]} */ (this.range);
     if (this.x === "time") return `Episodes that ended from ${time(from)} to ${time(to)}`;
-    return this.x === "rows" ? `Episodes that ended within rows ${integer(from)} to ${integer(to)}` : `Episodes ${integer(from)} to ${integer(to)}`;
+    return this.x === "rows"
+      ? `Episodes that ended within rows ${integer(from)} to ${integer(to)}`
+      : `Episodes ${integer(from)} to ${integer(to)}`;
   }
 
   /** The chosen range: a link to its episodes, and what each group did in it. */
   drawSelection() {
     refresh(this.selection, [this.range, this.x, this.by, this.range && this.answers.return], () => {
       const bounds = h("form.row", {
-        submit: (/** @type {Event} */ event) => { event.preventDefault(); this.setRange([this.parse(low.value), this.parse(high.value)]); },
+        submit: (/** @type {Event} */ event) => {
+          event.preventDefault();
+          this.setRange([this.parse(low.value), this.parse(high.value)]);
+        },
       });
       const type = this.x === "time" ? "datetime-local" : "number";
-      const low = h("input", { type, step: 1, required: true, "aria-label": "From", value: this.range ? this.write(this.range[0]) : "" });
-      const high = h("input", { type, step: 1, required: true, "aria-label": "To", value: this.range ? this.write(this.range[1]) : "" });
+      const low = h("input", {
+        type,
+        step: 1,
+        required: true,
+        "aria-label": "From",
+        value: this.range ? this.write(this.range[0]) : "",
+      });
+      const high = h("input", {
+        type,
+        step: 1,
+        required: true,
+        "aria-label": "To",
+        value: this.range ? this.write(this.range[1]) : "",
+      });
       bounds.append(low, h("span", null, "to"), high, h("button", { type: "submit" }, "Choose"));
-      if (!this.range) return [h("p.hint", null, "Drag over a chart, click into it, or type a range to see its episodes."), bounds];
+      if (!this.range)
+        return [h("p.hint", null, "Drag over a chart, click into it, or type a range to see its episodes."), bounds];
       const where = rangeCondition(this.x, ...this.range);
       const groups = this.by === "none" ? [] : this.inRange(this.range);
       return [
-        h("div.row", null, h("strong", null, this.describe()),
-          h("a.button.primary", { href: storeHref(this.store, "/episodes", { where, order: "return" }) }, "Show these episodes"),
-          h("button", { type: "button", click: () => this.setRange(null) }, "Choose none")),
+        h(
+          "div.row",
+          null,
+          h("strong", null, this.describe()),
+          h(
+            "a.button.primary",
+            { href: storeHref(this.store, "/episodes", { where, order: "return" }) },
+            "Show these episodes",
+          ),
+          h("button", { type: "button", click: () => this.setRange(null) }, "Choose none"),
+        ),
         bounds,
-        groups.length ? table({
-          label: "Groups in this range, the lowest return first", rows: groups, columns: [
-            { key: "name", title: "Group", draw: (row) => this.linkOf(row, where) },
-            { key: "count", title: "Episodes", isNumber: true, draw: (row) => integer(row.count) },
-            { key: "mean", title: "Mean return", isNumber: true, draw: (row) => number(row.mean) },
-            { key: "min", title: "Lowest", isNumber: true, draw: (row) => number(row.min) },
-          ],
-        }) : null,
+        groups.length
+          ? table({
+              label: "Groups in this range, the lowest return first",
+              rows: groups,
+              columns: [
+                { key: "name", title: "Group", draw: (row) => this.linkOf(row, where) },
+                { key: "count", title: "Episodes", isNumber: true, draw: (row) => integer(row.count) },
+                { key: "mean", title: "Mean return", isNumber: true, draw: (row) => number(row.mean) },
+                { key: "min", title: "Lowest", isNumber: true, draw: (row) => number(row.min) },
+              ],
+            })
+          : null,
       ];
     });
   }
@@ -373,22 +569,49 @@ class Curves {
   /** @param {any} row @param {string} where */
   linkOf(row, where) {
     if (row.other) return nameOf(row);
-    return h("a", { href: storeHref(this.store, "/episodes", { where: `${where} AND ${groupCondition(this.by, row.name)}`, order: "return" }) }, shorten(nameOf(row)));
+    return h(
+      "a",
+      {
+        href: storeHref(this.store, "/episodes", {
+          where: `${where} AND ${groupCondition(this.by, row.name)}`,
+          order: "return",
+        }),
+      },
+      shorten(nameOf(row)),
+    );
   }
 
   /** Episodes and returns of each group in a range, the lowest mean first. @param {[number, number]} range */
   inRange([from, to]) {
     const groups = this.answers.return?.groups ?? [];
-    return groups.map((/** @type {any} */ group) => {
-      const at = group.x.map((/** @type {number} */ _, /** @type {number} */ number) => number)
-        .filter((/** @type {number} */ number) => group.x[number] >= from && group.x[number] <= to && group.mean[number] !== null);
-      const count = at.reduce((/** @type {number} */ sum, /** @type {number} */ number) => sum + group.count[number], 0);
-      return {
-        name: group.name, other: group.other, count,
-        mean: count ? at.reduce((/** @type {number} */ sum, /** @type {number} */ number) => sum + group.mean[number] * group.count[number], 0) / count : null,
-        min: at.length ? Math.min(...at.map((/** @type {number} */ number) => group.min[number])) : null,
-      };
-    }).filter((/** @type {any} */ row) => row.count).sort((/** @type {any} */ one, /** @type {any} */ other) => one.mean - other.mean);
+    return groups
+      .map((/** @type {any} */ group) => {
+        const at = group.x
+          .map((/** @type {number} */ _, /** @type {number} */ number) => number)
+          .filter(
+            (/** @type {number} */ number) =>
+              group.x[number] >= from && group.x[number] <= to && group.mean[number] !== null,
+          );
+        const count = at.reduce(
+          (/** @type {number} */ sum, /** @type {number} */ number) => sum + group.count[number],
+          0,
+        );
+        return {
+          name: group.name,
+          other: group.other,
+          count,
+          mean: count
+            ? at.reduce(
+                (/** @type {number} */ sum, /** @type {number} */ number) =>
+                  sum + group.mean[number] * group.count[number],
+                0,
+              ) / count
+            : null,
+          min: at.length ? Math.min(...at.map((/** @type {number} */ number) => group.min[number])) : null,
+        };
+      })
+      .filter((/** @type {any} */ row) => row.count)
+      .sort((/** @type {any} */ one, /** @type {any} */ other) => one.mean - other.mean);
   }
 
   /** @param {string} text @returns {number} */
@@ -409,7 +632,7 @@ class Curves {
  * @param {number} at
  * @returns {[number, number]}
  */
-function around(x, at) {
+export function around(x, at) {
   const nearest = x.reduce((best, value, number) => (Math.abs(value - at) < Math.abs(x[best] - at) ? number : best), 0);
   const [before, here, after] = [x[nearest - 1] ?? x[nearest] - 1, x[nearest], x[nearest + 1] ?? x[nearest] + 1];
   return [Math.ceil((before + here) / 2), Math.floor((here + after) / 2)];
