@@ -77,7 +77,9 @@ def open_often(path: Path, times: int, *, close: bool) -> None:
 def test_an_opening_leaves_no_file_open(store_path: Path, kind: str, close: bool) -> None:
     """Also next to a writer."""
     make(store_path, kind)
-    with contextlib.nullcontext() if close else expstore.open(store_path):
+    with contextlib.nullcontext() if close else expstore.open(store_path) as rb:
+        if rb is not None:
+            rb.storage.background.stop()  # it closes files that have not been used for a second
         open_often(store_path, 1, close=close)
         before = count_files()
         open_often(store_path, 5, close=close)

@@ -348,6 +348,17 @@ print(os.path.exists(storage.scratch_dir), flush=True)
 # Rows of every kind.
 
 
+def test_values_that_are_no_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match="Expected storage to be non-null"):
+        TensorStorage(None, max_size=4)
+    with pytest.raises(ValueError, match="mismatch: got max_size=4"):
+        TensorStorage(torch.zeros(3), max_size=4)
+    values: list[Any] = [torch.tensor(3.0), {"a": torch.zeros(3), "b": torch.zeros(4)}]
+    for value in values:
+        with pytest.raises(SchemaError):
+            TensorStorage(value)
+
+
 def test_preallocated_rows_without_fields() -> None:
     storage = TensorStorage(TensorDict(batch_size=[4]))
     assert (len(storage), storage.max_size, storage.schema) == (0, 4, None)
