@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +200,7 @@ def run(
     act: Callable[[Receive, Send], Awaitable[None]],
     *,
     incoming: tuple[Message, ...],
+    headers: Iterable[tuple[bytes, bytes]] = (),
     **settings: Any,
 ) -> list[Message]:
     """Return what is sent for a POST that a function answers."""
@@ -210,8 +211,8 @@ def run(
             await act(receive, send)
 
     app.router.routes.append(Route(PATH, Endpoint()))  # type: ignore[arg-type]
-    headers = [HOST, (b"authorization", b"Bearer writes")]
-    return asyncio.run(call(app, method="POST", path=PATH, headers=headers, incoming=incoming))
+    sent = [HOST, (b"authorization", b"Bearer writes"), *headers]
+    return asyncio.run(call(app, method="POST", path=PATH, headers=sent, incoming=incoming))
 
 
 START: Message = {"type": "http.response.start", "status": 200, "headers": []}
@@ -308,3 +309,55 @@ def test_a_request_that_the_shutdown_cancels(
         assert ("idempotency" in error["hint"]) is (kind == "stopped")
         assert ((b"connection", b"close") in sent[0]["headers"]) is (kind == "busy")
     assert access()[0]["status"] == status
+
+
+# -- bodies that a route leaves unread ------------------------------------------------------------------
+
+
+def test_a_response_that_has_begun_hears_that_its_client_has_gone(tmp_path: Path) -> None:
+    """Such as a stream of events that was asked for with a body: the connection stays usable."""
+    received: list[Message] = []
+
+    async def act(receive: Receive, send: Send) -> None:
+        await send(START)
+        await send(LAST)
+        received.append(await receive())
+
+    sent = run(tmp_path, act, incoming=(), headers=[(b"content-length", b"10")])
+    assert received == [{"type": "http.disconnect"}]
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+
+
+def test_a_body_that_ends_early_is_refused_before_the_response(tmp_path: Path) -> None:
+    received: list[Message] = []
+
+    async def act(receive: Receive, send: Send) -> None:
+        received.append(await receive())
+
+    sent = run(tmp_path, act, incoming=(), headers=[(b"content-length", b"10")])
+    assert received == []
+    assert sent[0]["status"] == 400
+    assert b"the body ended early" in sent[1]["body"]
+
+
+def test_lengths_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    """uvicorn refuses most of these itself; other servers pass them on."""
+
+    async def act(receive: Receive, send: Send) -> None:
+        await send(START)
+        await send(LAST)
+
+    for status, lengths, others in (
+        *((400, [length], []) for length in (b"ten", b"", b"-1", b"+1", b"1_0", b"1, 2")),
+        (400, [b"\xb2"], []),  # a digit of Latin-1 to str.isdigit
+        (400, [b"5"], [b"chunked"]),
+        (413, [b"9" * 5000], []),
+        (200, [b"0" * 5000 + b"5"], []),
+        (200, [b" 5 "], []),
+        (200, [], [b"chunked"]),
+        (200, [b"5", b"5"], []),
+        (400, [b"5", b"6"], []),
+    ):
+        headers = [(b"content-length", one) for one in lengths]
+        headers += [(b"transfer-encoding", one) for one in others]
+        assert run(tmp_path, act, incoming=(), headers=headers)[0]["status"] == status, headers
