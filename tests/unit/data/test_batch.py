@@ -19,6 +19,7 @@ from expstore.schema.schema import Field, Schema
 from tests.support.tensor_bits import DTYPES, bits, random_bits
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (1,), (2, 3)], ids=str)
 def test_a_tensor_comes_back_bit_for_bit(

@@ -160,6 +160,7 @@ def test_nested_tensors_of_both_layouts(layout: torch.layout) -> None:
     assert len(rb) == 5
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     "dtype",
     ["bool", "uint8", "int16", "int64", "uint16", "uint64", "float16", "bfloat16", "float64", "complex64"],
@@ -344,6 +345,7 @@ def test_a_schema_says_what_batches_cannot() -> None:
     assert rb["n"] == [None, 2.0]
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [

@@ -11,7 +11,7 @@ import polars as pl
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 
@@ -20,6 +20,7 @@ from expstore.schema.schema import DTYPES, OBJECT, Field, Schema
 from expstore.wire.codec import Codec, Decoder, Encoder, columns_of, meaning_of, note_of, write_note
 from expstore.wire.frames import HEAD_BYTES, frame_of
 from expstore.wire.stream import frames_in, write_stream
+from tests.support.case_selection import in_full, share
 from tests.support.tensor_bits import bits, random_bits
 
 PLAIN = sorted(set(DTYPES) - {OBJECT})
@@ -54,7 +55,7 @@ def test_bits_come_back(dtype: str, shape: tuple[int, ...], count: int, seed: in
     assert told["id"].tolist() == list(range(1, count + 1))
 
 
-@settings(max_examples=150)
+@share(0.3, of=150)
 @given(
     kinds=st.lists(st.tuples(st.sampled_from(PLAIN), st.sampled_from([(), (1,), (3,), (2, 3)])), max_size=4),
     size=st.sampled_from([(0,), (1,), (5,), (9,), (2, 3), (64,)]),
@@ -71,6 +72,9 @@ def test_messages_are_what_arrow_sends(kinds: list[Any], size: tuple[int, ...], 
         message, batch = encoder.message(data), encoder.encode(data)
         assert message.schema.equals(batch.schema, check_metadata=True)
         assert bytes(message.data) == batch.serialize().to_pybytes()
+
+
+test_messages_are_what_arrow_sends_in_full = pytest.mark.torture(in_full(test_messages_are_what_arrow_sends))
 
 
 @pytest.mark.parametrize("digits", [1, 300, 600])
