@@ -62,7 +62,7 @@ SAMPLERS: dict[str, Make] = {
 }
 
 
-def _rows(count: int, start: int) -> TensorDict:
+def sampler_rows(count: int, start: int) -> TensorDict:
     """Return rows of episodes of 9 steps, two episodes per query, and a policy version every 10 rows."""
     data = transitions(count, start=start, episode_length=9)
     number = torch.arange(start, start + count)
@@ -100,7 +100,7 @@ def draw(make: Make, folder: Path, *, prefetch: int = 0, reopen: bool = True) ->
         reopen: Whether the store is closed and reopened before the last batches.
     """
     notes = _Notes()
-    with _short_rings():
+    with short_rings():
         for seed in SEEDS:
             path = folder / f"{seed}.exp"
             rb = _open(path, make, capacity=CAPACITY, seed=seed)
@@ -122,18 +122,18 @@ def draw_ensemble(folder: Path, **options: Any) -> list[str]:
         options: Options of the ensemble.
     """
     notes = _Notes()
-    with _short_rings():
+    with short_rings():
         for seed in SEEDS:
             parts = [
                 _open(folder / f"{seed}-{number}.exp", make, capacity=CAPACITY, seed=seed + number)
                 for number, make in enumerate((expstore.RandomSampler, expstore.SamplerWithoutReplacement))
             ]
             rb = expstore.ReplayBufferEnsemble(*parts, batch_size=BATCH, **options)
-            parts[0].extend(_rows(40, 0))
-            parts[1].extend(_rows(20, 0))
+            parts[0].extend(sampler_rows(40, 0))
+            parts[1].extend(sampler_rows(20, 0))
             notes.title = f"seed {seed}, 40 and 20 rows"
             notes.batches(rb)
-            parts[1].extend(_rows(40, 20))
+            parts[1].extend(sampler_rows(40, 20))
             notes.title = f"seed {seed}, 40 and 60 rows"
             notes.batches(rb)
             for part in parts:
@@ -152,7 +152,7 @@ SEQUENCES: dict[str, Callable[[Path], list[str]]] = {
 
 
 @contextmanager
-def _short_rings() -> Iterator[None]:
+def short_rings() -> Iterator[None]:
     """Give rings few spare slots, and stores no index, while the context is active."""
     with patch.object(tuning, "SPARE_SLOTS", 16), patch.object(tuning, "INDEX_ON_CLOSE", False):
         yield
@@ -174,7 +174,7 @@ def _note_cycle(notes: _Notes, seed: int, rb: Any) -> None:
 
 
 def _add(rb: Any, start: int) -> None:
-    rb.extend(_rows(40, start))
+    rb.extend(sampler_rows(40, start))
     if rb.sampler.filter is not None:  # it evaluates new rows in the background some time after a draw
         rb.sampler.filter.refresh(rb.storage)
 

@@ -182,7 +182,13 @@ class Model:
         return found
 
     def chances(
-        self, length: int, *, by: str = "start", strict: bool = True, span: tuple[int, int] = (0, 0)
+        self,
+        length: int,
+        *,
+        by: str = "start",
+        strict: bool = True,
+        span: tuple[int, int] = (0, 0),
+        mass: Callable[[Row], float] = lambda row: 1.0,
     ) -> dict[Slice, float]:
         """Return every slice that may be drawn, with its probability.
 
@@ -191,6 +197,7 @@ class Model:
             by: "trajectory": each run is equally likely, then each position in it; "start": each position.
             strict: Whether to leave out shorter runs.
             span: Number of steps that may be missing on the left and on the right, beyond the run.
+            mass: How likely a position is, of its first row. Runs without a likely position are left out.
         """
         found: dict[Slice, float] = {}
         for run in self.runs():
@@ -198,11 +205,15 @@ class Model:
                 continue
             whole = min(length, len(run))
             left, right = (min(side, whole - 1) for side in span)
-            places = range(-left, len(run) - whole + right + 1)
-            for place in places:
-                rows = run[max(0, place) : place + whole]
-                key = rows[0].episode, rows[0].step, len(rows)
-                found[key] = found.get(key, 0.0) + (1 / len(places) if by == "trajectory" else 1.0)
+            slices = [
+                run[max(0, place) : place + whole] for place in range(-left, len(run) - whole + right + 1)
+            ]
+            masses = [mass(rows[0]) for rows in slices]
+            scale = 1 / math.fsum(masses) if by == "trajectory" and any(masses) else 1.0
+            for rows, one in zip(slices, masses, strict=True):
+                if one:
+                    key = rows[0].episode, rows[0].step, len(rows)
+                    found[key] = found.get(key, 0.0) + one * scale
         total = math.fsum(found.values())
         return {key: chance / total for key, chance in found.items()}
 

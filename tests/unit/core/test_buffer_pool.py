@@ -106,7 +106,7 @@ def test_threads_never_share_it() -> None:
     assert not wrong
 
 
-@pytest.fixture(params=["flat", "packed", "memory"])
+@pytest.fixture(params=["packed", "memory"])
 def images(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Any, torch.Tensor]]:
     """A buffer of 400 images, and these."""
     if request.param == "memory":
@@ -156,7 +156,7 @@ def test_an_empty_batch_of_wide_rows(images: tuple[Any, torch.Tensor]) -> None:
 
 
 def test_many_objects_are_copied_as_objects() -> None:
-    with expstore.ReplayBuffer(storage=expstore.ListStorage(200_000)) as rb:
-        rb.extend([(number, str(number)) for number in range(200_000)])
+    with expstore.ReplayBuffer(storage=expstore.ListStorage(140_000)) as rb:
+        rb.extend([(number, str(number)) for number in range(140_000)])
         numbers, texts = rb[:]
         assert [int(text) for text in texts] == numbers.tolist()

@@ -18,15 +18,6 @@ def test_a_sampler_draws_the_recorded_rows(name: str, tmp_path: Path) -> None:
     assert not difference, difference
 
 
-#: One of each kind of what a restart must bring back: nothing but the draw's number, progress, counts, runs.
-RESUMED = ("random", "without_replacement", "consuming", "prioritized_slices", "streaming_slices")
-
-
-@pytest.mark.parametrize("name", RESUMED)
-def test_a_store_that_stays_open_draws_what_a_reopened_one_does(name: str, tmp_path: Path) -> None:
-    assert draw(SAMPLERS[name], tmp_path, reopen=False) == recorded("draws", name)
-
-
 @pytest.mark.parametrize("name", ["without_replacement", "prioritized"])
 def test_batches_made_ahead_are_the_recorded_ones(name: str, tmp_path: Path) -> None:
     assert draw(SAMPLERS[name], tmp_path, prefetch=2) == recorded("draws", name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import os
 import pickle
@@ -24,14 +23,16 @@ import expstore
 from expstore import (
     ConsumingSampler,
     MemoryStorage,
+    NotReadyError,
     PrioritizedSampler,
+    QueryError,
     RandomSampler,
     RecencySampler,
     SamplerWithoutReplacement,
     StalenessAwareSampler,
+    StateError,
     TensorDictReplayBuffer,
 )
-from expstore.errors import NotReadyError, QueryError, StateError
 from expstore.samplers.base import Sampler
 from expstore.samplers.filter import Filter
 from expstore.sql.expressions import FACTS
@@ -58,11 +59,9 @@ def on_disk(path: Path, sampler: Sampler, capacity: int = 1000, **settings: Any)
     return expstore.open(path, capacity=capacity, sampler=sampler, batch_size=64, **settings)
 
 
-@pytest.fixture(params=["memory", "disk"])
-def make(request: pytest.FixtureRequest, store_path: Path) -> Callable[..., TensorDictReplayBuffer]:
-    """A factory of buffers of 1000 rows with a sampler."""
-    if request.param == "memory":
-        return in_memory
+@pytest.fixture
+def make(store_path: Path) -> Callable[..., TensorDictReplayBuffer]:
+    """A factory of buffers of 1000 rows on disk with a sampler."""
     return lambda sampler, capacity=1000: on_disk(store_path, sampler, capacity)
 
 
@@ -99,23 +98,40 @@ def matching(rb: TensorDictReplayBuffer, where: str) -> list[int]:
 # -- the law -------------------------------------------------------------------------------------
 
 
+#: A sampler, and the masses that it gives to numbers from 260 to 459.
+MASSES: dict[str, tuple[Callable[[], Sampler], Callable[[NDArray[Any]], NDArray[Any]]]] = {
+    "both": (
+        lambda: RandomSampler(where="kind IN (1, 2, 5)", weight="next.reward * 2 + 1"),
+        lambda number: np.isin(number % 7, [1, 2, 5]) * (number % 7 + 1),
+    ),
+    "null": (lambda: RandomSampler(weight="nullif(kind, 3)"), lambda number: number % 7 * (number % 7 != 3)),
+    "newest": (
+        lambda: RecencySampler(None, 60, where="kind != 3", weight="kind + 1"),
+        lambda number: (number % 7 != 3) * (number % 7 + 1) * (number >= 400),
+    ),
+    "half-life": (
+        lambda: RecencySampler(3.0, where="kind != 3", weight="kind + 1"),
+        lambda number: (number % 7 != 3) * (number % 7 + 1) * 0.5 ** ((459 - number) / 3),
+    ),
+    "however old": (
+        lambda: RecencySampler(0.05, where="number < 280"),
+        lambda number: (number < 280) * 0.5 ** np.clip((279 - number) / 0.05, 0, 1000),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MASSES)
 def test_rows_that_match_are_drawn_in_proportion_to_their_weights(
-    make: Callable[..., TensorDictReplayBuffer],
+    make: Callable[..., TensorDictReplayBuffer], name: str
 ) -> None:
-    rb = make(RandomSampler(where="kind IN (1, 2, 5)", weight="next.reward * 2 + 1"))
-    rb.extend(rows(2500))  # the ring wraps
+    sampler, mass = MASSES[name]
+    rb = make(sampler(), 200)
+    rb.extend(rows(300))  # the ring wraps
+    rb.sample()
+    rb.extend(rows(160, start=300))
     rb.refresh()
-    numbers = np.arange(1500, 2500)
-    kinds = numbers % 7
-    check_distribution(rb, numbers, np.isin(kinds, [1, 2, 5]) * (kinds + 1))
-    rb.close()
-
-
-def test_a_weight_alone_and_null_weights(make: Callable[..., TensorDictReplayBuffer]) -> None:
-    rb = make(RandomSampler(weight="nullif(kind, 3)"))
-    rb.extend(rows(50))
-    kinds = np.arange(50) % 7
-    check_distribution(rb, np.arange(50), np.where(kinds == 3, 0, kinds))
+    numbers = np.arange(260, 460)
+    check_distribution(rb, numbers, mass(numbers))
     rb.close()
 
 
@@ -139,13 +155,6 @@ def test_priorities_are_multiplied_and_their_weights_are_of_the_candidates(
     expected = (drawn / mass[mass > 0].min()) ** -0.5
     np.testing.assert_allclose(batch["priority_weight"].numpy(), expected, rtol=1e-5)
     rb.close()
-
-
-def test_priority_weight_undoes_a_weight() -> None:
-    rb = in_memory(PrioritizedSampler(alpha=0.0, beta=1.0, weight="kind + 1"))
-    rb.extend(rows(700))
-    batch = rb.sample(1000)
-    np.testing.assert_allclose(batch["priority_weight"].numpy(), 1 / (batch["kind"].numpy() + 1), rtol=1e-6)
 
 
 @pytest.mark.some(3)
@@ -194,7 +203,6 @@ def test_sources_and_trajectories_are_known() -> None:
 # -- what is evaluated, and when -----------------------------------------------------------------
 
 
-@pytest.mark.guarantee("draw/where")
 def test_rows_that_left_are_never_drawn_and_new_ones_join_soon(
     make: Callable[..., TensorDictReplayBuffer],
 ) -> None:
@@ -234,7 +242,6 @@ def test_without_a_candidate_a_draw_looks_at_what_is_new() -> None:
     assert int(rb.sample()["number"].min()) >= 150
 
 
-@pytest.mark.guarantee("draw/where")
 def test_changed_rows_follow_after_a_refresh(make: Callable[..., TensorDictReplayBuffer]) -> None:
     rb = make(RandomSampler(where="kind = 2"))
     rb.extend(rows(700))
@@ -320,11 +327,14 @@ def test_episodes_whose_facts_stay_are_not_looked_at_again(
 # -- the same rows, the same draws ---------------------------------------------------------------
 
 
-def sampler_of(kind: str) -> Sampler:
-    where, weight = "episode.return > 5 AND kind != 2", "kind + 0.1"
-    if kind == "random":
-        return RandomSampler(where=where, weight=weight)
-    return PrioritizedSampler(where=where, weight=weight)
+WHERE, WEIGHT = "episode.return > 5 AND kind != 2", "kind + 0.1"
+FILTERED: dict[str, Callable[[], Sampler]] = {
+    "random": lambda: RandomSampler(where=WHERE, weight=WEIGHT),
+    "prioritized": lambda: PrioritizedSampler(where=WHERE, weight=WEIGHT),
+    "recency": lambda: RecencySampler(50.0, where=WHERE, weight=WEIGHT),
+    "staleness": lambda: StalenessAwareSampler(where=WHERE, weight=WEIGHT),
+    "without_replacement": lambda: SamplerWithoutReplacement(where=WHERE),
+}
 
 
 def drawn_with(rb: TensorDictReplayBuffer, number: int) -> list[int]:
@@ -336,87 +346,39 @@ def drawn_with(rb: TensorDictReplayBuffer, number: int) -> list[int]:
     return [*selection.ids.tolist(), *(w for one in weights for w in one)]
 
 
-@pytest.mark.guarantee(
-    "draw/where",
-    "With `where=` or `weight=`, a row that has left the store is never drawn; after `rb.refresh()`, "
-    "draws follow from the rows alone, to the bit.",
-)
-@pytest.mark.slow
-@pytest.mark.some(1)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("capacity", [300, None])
-@pytest.mark.parametrize("kind", ["random", "prioritized"])
+@pytest.mark.parametrize("kind", FILTERED)
 def test_after_a_refresh_draws_are_those_of_any_other_process(
     store_path: Path, kind: str, capacity: int | None
 ) -> None:
-    rb = expstore.open(store_path, capacity=capacity, sampler=sampler_of(kind), batch_size=64)
+    rb = expstore.open(store_path, capacity=capacity, sampler=FILTERED[kind](), batch_size=64)
     follower: TensorDictReplayBuffer | None = None
     for step in range(9):
-        rb.extend(rows(73, start=73 * step), source="a")
-        rb.sample()
+        rb.extend(versioned(73, start=73 * step), source="a")
+        if kind != "without_replacement":  # its draws depend on those before
+            rb.sample()
         if step == 4:
             changed = rb[:6].clone()
             changed["kind"] = torch.zeros(6, dtype=torch.int64)
             rb[torch.arange(6)] = changed
             rb.flush()
-            follower = expstore.open(store_path, mode="r", sampler=sampler_of(kind))
-        if follower is not None:
+            follower = expstore.open(store_path, mode="r", sampler=FILTERED[kind]())
+        if follower is not None and kind != "without_replacement":
             drawn_with(follower, 0)
     rb.update_priority(id=rb.storage.window.ids()[::3], priority=2.5)
     rb.flush()
     expected = drawn_with(rb, 17)
     assert follower is not None
     assert drawn_with(follower, 17) == expected
-    fresh = expstore.open(store_path, mode="r", sampler=sampler_of(kind))
+    fresh = expstore.open(store_path, mode="r", sampler=FILTERED[kind]())
     assert drawn_with(fresh, 17) == expected
     fresh.close()
     follower.close()
     rb.close()
-    rb = expstore.open(store_path, sampler=sampler_of(kind))
+    rb = expstore.open(store_path, sampler=FILTERED[kind]())
     assert drawn_with(rb, 17) == expected
     rb.close()
-
-
-def test_a_snapshot_opened_for_reading_draws_by_the_filter(store_path: Path, tmp_path: Path) -> None:
-    rb = on_disk(store_path, RandomSampler(where="episode.return > 14"), 200)
-    rb.extend(rows(255))
-    rb.dumps(tmp_path / "backup")
-    expected = drawn_with(rb, 3)
-    rb.close()
-    with expstore.open(
-        tmp_path / "backup", mode="r", sampler=RandomSampler(where="episode.return > 14")
-    ) as copied:
-        assert drawn_with(copied, 3) == expected
-
-
-def test_other_content_is_evaluated_again(
-    make: Callable[..., TensorDictReplayBuffer], tmp_path: Path
-) -> None:
-    rb = make(RandomSampler(where="kind = 2"))
-    rb.extend(rows(100))
-    rb.sample()
-    rb.empty()
-    with pytest.raises(NotReadyError):
-        rb.sample()
-    rb.extend(rows(50, start=1000))
-    assert int(rb.sample()["number"].min()) >= 1000
-    with expstore.open(tmp_path / "other.exp", capacity=1000) as other:
-        other.extend(rows(30, start=5000))
-        other.dumps(tmp_path / "backup")
-    rb.loads(tmp_path / "backup")
-    assert set(counted(rb, 2000)[0].tolist()) == {n for n in range(5000, 5030) if n % 7 == 2}
-    rb.close()
-
-
-def test_a_restart_continues_with_the_next_batch(store_path: Path) -> None:
-    sampler = RandomSampler(where="kind = 2")
-    with on_disk(store_path, sampler) as rb:
-        rb.extend(rows(400))
-        batches = [rb.sample()["number"].tolist() for _ in range(3)]
-    again = RandomSampler(where="kind = 2")
-    with on_disk(store_path, again) as rb:
-        rb.sample()
-        rb.storage.draws.set(1, rb.storage.draws.progress)
-        assert [rb.sample()["number"].tolist() for _ in range(2)] == batches[1:]
 
 
 # -- what is refused -----------------------------------------------------------------------------
@@ -455,39 +417,33 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("text", "why"), REFUSED.items())
-def test_expressions_beyond_a_row_are_refused_by_name(text: str, why: str) -> None:
-    with pytest.raises(QueryError, match=f"(?s){why}"):
-        RandomSampler(where=text)
-    with pytest.raises(QueryError, match=f"(?s){why}"):
-        PrioritizedSampler(weight=text)
+def test_expressions_beyond_a_row_are_refused_by_name() -> None:
+    for text, why in REFUSED.items():
+        for make in (lambda text: RandomSampler(where=text), lambda text: PrioritizedSampler(weight=text)):
+            with pytest.raises(QueryError, match=f"(?s){why}"):
+                make(text)
 
 
-@pytest.mark.parametrize(
-    ("where", "weight", "why"),
-    [
+def test_unknown_fields_are_refused_after_the_first_rows() -> None:
+    for name, text, why in (
         (
+            "where",
             "kind = 1 AND nothing > 2",
-            None,
-            r"nothing.*fields are number, kind, next.reward.*_step.*episode.return",
+            "nothing.*fields are number, kind, next.reward.*_step.*episode",
         ),
-        ("next.rewards > 2", None, "next.reward"),
-        ("kind", None, "where= takes a boolean expression.*BIGINT"),
-        (None, "kind = 1", "weight= takes a number.*BOOLEAN"),
-        (None, "next", "weight= takes a number.*STRUCT"),
-        ("_time > current_timestamp", None, "current_timestamp changes"),
-        ("no_function(kind)", None, "no_function"),
-    ],
-)
-def test_unknown_fields_are_refused_after_the_first_rows(
-    where: str | None, weight: str | None, why: str
-) -> None:
-    rb = in_memory(RandomSampler(where=where, weight=weight))
-    rb.extend(rows(10))
-    with pytest.raises(QueryError, match=f"(?s){why}"):
-        rb.sample()
-    with pytest.raises(QueryError, match=f"(?s){why}"):
-        TensorDictReplayBuffer(storage=rb.storage, sampler=RandomSampler(where=where, weight=weight))
+        ("where", "next.rewards > 2", "next.reward"),
+        ("where", "kind", "where= takes a boolean expression.*BIGINT"),
+        ("weight", "kind = 1", "weight= takes a number.*BOOLEAN"),
+        ("weight", "next", "weight= takes a number.*STRUCT"),
+        ("where", "_time > current_timestamp", "current_timestamp changes"),
+        ("where", "no_function(kind)", "no_function"),
+    ):
+        rb = in_memory(RandomSampler(**{name: text}))
+        rb.extend(rows(10))
+        with pytest.raises(QueryError, match=f"(?s){why}"):
+            rb.sample()
+        with pytest.raises(QueryError, match=f"(?s){why}"):
+            TensorDictReplayBuffer(storage=rb.storage, sampler=RandomSampler(**{name: text}))
 
 
 def test_a_store_whose_fields_are_others_is_not_left_open(store_path: Path) -> None:
@@ -574,35 +530,6 @@ def test_every_sampler_says_its_filter_and_refuses_the_state_of_another() -> Non
             other.load_state_dict(state)
 
 
-@pytest.mark.parametrize("kind", ["random", "prioritized"])
-def test_copies_evaluate_for_themselves(kind: str) -> None:
-    rb = in_memory(sampler_of(kind))
-    rb.extend(rows(100))
-    rb.sample()
-    for copied in (copy.copy(rb.sampler), pickle.loads(pickle.dumps(rb.sampler)), copy.deepcopy(rb.sampler)):
-        assert copied.filter is not None
-        assert copied.filter is not rb.sampler.filter
-        other = in_memory(copied)
-        other.extend(rows(40, start=400))
-        assert int(other.sample()["number"].min()) >= 400
-        assert int(rb.sample()["number"].max()) < 100
-
-
-def test_a_fork_draws_by_the_filter(store_path: Path) -> None:
-    rb = on_disk(store_path, RandomSampler(where="episode.return > 5 AND kind = 2"))
-    rb.extend(rows(300))
-    rb.sample()
-    rb.flush()
-
-    def child() -> None:
-        assert set((rb.sample()["number"] % 7).tolist()) == {2}
-
-    in_child(child)
-    assert set((rb.sample()["number"] % 7).tolist()) == {2}
-    rb.close()
-
-
-@pytest.mark.guarantee("process/forks")
 @pytest.mark.slow
 def test_a_fork_refuses_a_filter_that_does_not_fit_and_only_this_one(store_path: Path) -> None:
     refused = [in_memory(RandomSampler(where="nothing > 1")) for _ in range(8)]  # their order is not known
@@ -651,69 +578,7 @@ def test_the_thread_ends_with_the_store_and_holds_nothing() -> None:
     assert storage() is None
 
 
-def test_threads_draw_rows_that_match_while_one_writes(store_path: Path) -> None:
-    rb = on_disk(
-        store_path, PrioritizedSampler(where="kind = 2 AND episode.length > 0", weight="1 + kind"), 500
-    )
-    rb.extend(rows(500))
-    over, troubles = threading.Event(), []
-
-    def draw() -> None:
-        try:
-            while not over.is_set():
-                low = rb.storage.window.low
-                batch = rb.sample(128)
-                assert bool((batch["kind"] == 2).all())
-                assert int(batch["number"].min()) >= low
-                rb.update_tensordict_priority(batch.set("td_error", torch.rand(128)))
-        except BaseException as exc:
-            troubles.append(exc)
-
-    threads = [threading.Thread(target=draw) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for step in range(150):
-        rb.extend(rows(10, start=500 + 10 * step))
-        if step % 50 == 49:
-            rb.refresh()
-    over.set()
-    for thread in threads:
-        thread.join()
-    assert not troubles
-    rb.refresh()
-    assert int(rb.sample(1000)["number"].max()) >= 1990
-    rb.close()
-
-
 # -- the other samplers --------------------------------------------------------------------------
-
-
-@pytest.mark.some(4)
-@pytest.mark.parametrize("half_life", [None, 3.0, 40.0, 0.004])
-@pytest.mark.parametrize("newest", [None, 60])
-def test_recency_is_multiplied(
-    make: Callable[..., TensorDictReplayBuffer], half_life: float | None, newest: int | None
-) -> None:
-    sampler = RecencySampler(half_life, newest, where="kind != 3", weight="kind + 1")
-    rb = make(sampler, 200)
-    rb.extend(rows(150))
-    rb.sample()
-    rb.extend(rows(310, start=150))
-    rb.refresh()
-    numbers = np.arange(260, 460)
-    kinds, ages = numbers % 7, 459 - numbers
-    mass = np.where(kinds == 3, 0.0, kinds + 1.0) * (ages < (newest or 1000))
-    if half_life is not None:
-        mass *= 0.5 ** np.minimum(ages / half_life, 1000)
-    check_distribution(rb, numbers, mass)
-    rb.close()
-
-
-def test_recency_draws_what_matches_however_old_it_is() -> None:
-    rb = in_memory(RecencySampler(0.5, where="number < 21"), 5000)
-    rb.extend(rows(4000))
-    numbers = np.arange(21)
-    check_distribution(rb, numbers, 0.5 ** ((20 - numbers) / 0.5))
 
 
 def test_recency_with_a_wider_window_looks_back_again() -> None:
@@ -730,7 +595,6 @@ def versioned(count: int, *, start: int = 0) -> TensorDict:
 
 
 @pytest.mark.slow
-@pytest.mark.some(1)
 def test_staleness_is_multiplied(make: Callable[..., TensorDictReplayBuffer]) -> None:
     sampler = StalenessAwareSampler(max_staleness=6, where="kind IN (1, 2, 4)", weight="next.reward")
     rb = make(sampler, 200)
@@ -792,19 +656,6 @@ def test_a_pass_drops_the_rest_that_fills_no_batch() -> None:
     assert len(rb.sample(100)) == 100
 
 
-def test_a_pass_continues_after_a_restart(store_path: Path) -> None:
-    def opened() -> TensorDictReplayBuffer:
-        return on_disk(store_path, SamplerWithoutReplacement(where="kind = 2"))
-
-    with opened() as rb:
-        rb.extend(rows(700))
-        came = rb.sample(33)["number"].tolist()
-    with opened() as rb:
-        came += rb.sample(100)["number"].tolist()
-        assert rb.sampler.ran_out
-    assert sorted(came) == list(range(2, 700, 7))
-
-
 def test_matching_rows_are_drawn_the_set_number_of_times(make: Callable[..., TensorDictReplayBuffer]) -> None:
     rb = make(ConsumingSampler(2, where="kind = 2 AND episode.status = 'terminated'"))
     rb.extend(rows(75), source="a")
@@ -830,53 +681,6 @@ def test_a_buffer_that_consumes_keeps_the_filter() -> None:
     assert set((rb.sample()["number"] % 7).tolist()) == {2}
 
 
-@pytest.mark.parametrize("kind", [ConsumingSampler, SamplerWithoutReplacement])
-def test_a_weight_without_a_meaning_is_refused(kind: Callable[..., Sampler]) -> None:
-    with pytest.raises(ValueError, match="does not support weight='kind': .*use where="):
-        kind(weight="kind")
-
-
-OTHERS: dict[str, Callable[[], Sampler]] = {
-    "recency": lambda: RecencySampler(50.0, where="episode.return > 5 AND kind != 2", weight="kind + 0.1"),
-    "staleness": lambda: StalenessAwareSampler(where="episode.return > 5 AND kind != 2", weight="kind + 0.1"),
-    "without": lambda: SamplerWithoutReplacement(where="episode.return > 5 AND kind != 2"),
-}
-
-
-@pytest.mark.guarantee("draw/where")
-@pytest.mark.some(2)
-@pytest.mark.parametrize("capacity", [300, None])
-@pytest.mark.parametrize("kind", OTHERS)
-def test_after_a_refresh_others_draw_as_in_any_other_process(
-    store_path: Path, kind: str, capacity: int | None
-) -> None:
-    rb = expstore.open(store_path, capacity=capacity, sampler=OTHERS[kind](), batch_size=64)
-    for step in range(9):
-        rb.extend(versioned(73, start=73 * step), source="a")
-        if kind != "without":  # where a pass is belongs to its draws
-            rb.sample()
-    rb.flush()
-    expected = drawn_with(rb, 17)
-    with expstore.open(store_path, mode="r", sampler=OTHERS[kind]()) as follower:
-        assert drawn_with(follower, 17) == expected
-    rb.close()
-
-
-@pytest.mark.some(2)
-@pytest.mark.parametrize("kind", OTHERS)
-def test_copies_of_others_evaluate_for_themselves(kind: str) -> None:
-    rb = in_memory(OTHERS[kind]())
-    rb.extend(versioned(100))
-    rb.sample(5)
-    for copied in (copy.copy(rb.sampler), pickle.loads(pickle.dumps(rb.sampler))):
-        other = in_memory(copied)
-        other.extend(versioned(40, start=400))
-        assert int(other.sample(5)["number"].min()) >= 400
-        assert copied.state_dict()["where"] == "episode.return > 5 AND kind != 2"
-        assert "where='episode.return > 5" in repr(copied)
-
-
-@pytest.mark.some(2)
 @pytest.mark.parametrize("asked", [False, True])
 def test_facts_of_episodes_equal_those_in_sql(
     make: Callable[..., TensorDictReplayBuffer], asked: bool

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import warnings
 from itertools import combinations
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from tensordict import TensorDict
 
 from expstore import LazyStackStorage, MemoryStorage, PromptGroupSampler, ReplayBuffer, TensorDictReplayBuffer
-from expstore.errors import NotReadyError
 from tests.support.batches import memory_buffer
 
 REWARDS = [3.0, 1.0, 9.0, 5.0]
@@ -55,20 +53,17 @@ def test_groups_and_rows_have_the_same_chance() -> None:
     assert numbers / numbers.sum() == pytest.approx([0.05] * 20, abs=0.012)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "count", "expected"),
-    [
+def test_strategies_choose_rows() -> None:
+    for strategy, count, expected in [
         ("recency", 2, {2, 3}),  # of a group's four rows, in the order in which they came
         ("reward", 2, {2, 3}),
         ("reward", 1, {2}),
         ("variance", 2, {1, 2}),
         ("variance", 3, {0, 1, 2}),
-    ],
-)
-def test_strategies_choose_rows(strategy: Any, count: int, expected: set[int]) -> None:
-    batch = buffer(num_groups=2, strategy=strategy).sample(2 * count)
-    for numbers in batch["n"].reshape(2, count):
-        assert {int(number) // 5 for number in numbers} == expected
+    ]:
+        batch = buffer(num_groups=2, strategy=strategy).sample(2 * count)
+        for numbers in batch["n"].reshape(2, count):
+            assert {int(number) // 5 for number in numbers} == expected
 
 
 def test_the_most_varied_rows_are_found_among_all_subsets(rng: np.random.Generator) -> None:
@@ -131,39 +126,6 @@ def test_groups_by_several_numbers_and_by_text() -> None:
     )
     batch = rb.sample(2)
     assert sorted(batch["next", "reward"].flatten().tolist()) == [2.0, 3.0]
-
-
-def test_draws_follow_from_the_seed_and_copies_find_groups_themselves() -> None:
-    one, two = buffer(num_groups=2, size=4), buffer(num_groups=2, size=4)
-    expected = [one.sample()["n"].tolist() for _ in range(3)]
-    two.set_sampler(pickle.loads(pickle.dumps(one.sampler)))
-    assert [two.sample()["n"].tolist() for _ in range(3)] == expected
-
-
-def test_invalid_arguments_are_refused() -> None:
-    for options in ({}, {"num_groups": 1, "samples_per_group": 1}):
-        with pytest.raises(TypeError, match="Exactly one of num_groups or samples_per_group"):
-            PromptGroupSampler(**options)  # type: ignore[arg-type]
-    for wrong in (1.5, True):
-        with pytest.raises(TypeError, match="must be a positive integer"):
-            PromptGroupSampler(num_groups=wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="must be a positive integer"):
-        PromptGroupSampler(samples_per_group=0)
-    with pytest.raises(ValueError, match="Unknown strategy"):
-        PromptGroupSampler(num_groups=1, strategy="best")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="not divisible by num_groups=3"):
-        buffer(num_groups=3).sample(4)
-    with pytest.raises(ValueError, match="prompt"):
-        buffer(num_groups=1, group_key="prompt").sample(1)
-    empty = TensorDictReplayBuffer(storage=MemoryStorage(3), sampler=PromptGroupSampler(num_groups=1))
-    with pytest.raises(NotReadyError, match="Cannot sample from an empty storage"):
-        empty.sample(1)
-    lanes = TensorDictReplayBuffer(
-        storage=MemoryStorage(6, ndim=2), sampler=PromptGroupSampler(num_groups=1, group_key="x")
-    )
-    lanes.extend(TensorDict({"x": torch.zeros(2, 3)}, [2, 3]))
-    with pytest.raises(ValueError, match="single-dimensional"):
-        lanes.sample(1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

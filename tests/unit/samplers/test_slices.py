@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,9 +10,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-import expstore
-from expstore import ReplayBuffer, Schema, TensorDictReplayBuffer
-from expstore.errors import NotReadyError, SchemaError, StateError
+from expstore import Schema, StateError, TensorDictReplayBuffer
 from expstore.samplers import PrioritizedSliceSampler, SliceSampler, SliceSamplerWithoutReplacement
 from expstore.samplers.slice_options import Slicing
 from expstore.storages.memory import MemoryStorage
@@ -47,22 +43,6 @@ def test_slices_follow_one_trajectory() -> None:
     assert seen == {1000, 1001, *range(2000, 2006), 3000}
 
 
-def test_the_length_may_be_given_instead() -> None:
-    rb = trajectory_buffer(5, 9, 4, sampler=SliceSampler(slice_len=2), batch_size=8)
-    assert [len(one) for one in slices(rb.sample(6))] == [2, 2, 2]
-
-
-def test_a_length_of_its_own_in_each_call() -> None:
-    rb = trajectory_buffer(5, 9, sampler=SliceSampler(num_slices=2), batch_size=8)
-    assert [[len(one) for one in slices(rb.sample(size))] for size in (4, 10, 4)] == [[2, 2], [5, 5], [2, 2]]
-
-
-def test_short_trajectories_make_short_slices_if_that_is_wanted() -> None:
-    rb = trajectory_buffer(2, 9, sampler=SliceSampler(num_slices=2, strict_length=False), batch_size=8)
-    lengths = {len(one) for _ in range(50) for one in slices(rb.sample())}
-    assert lengths == {2, 4}
-
-
 def test_short_slices_are_filled_up_if_that_is_wanted() -> None:
     rb = trajectory_buffer(
         2, 9, sampler=SliceSampler(num_slices=2, strict_length=False, pad_output=True), batch_size=8
@@ -86,32 +66,17 @@ def test_short_slices_are_filled_up_if_that_is_wanted() -> None:
     ).sample().keys(True)
 
 
-@pytest.mark.parametrize(
-    ("span", "first", "last"),
-    [(False, {4}, {4}), (True, {1, 2, 3, 4}, {1, 2, 3, 4}), ((2, 0), {2, 3, 4}, {4}), ((0, 1), {4}, {3, 4})],
-)
-def test_a_span_lets_slices_reach_beyond(span: Any, first: set[int], last: set[int]) -> None:
-    rb = trajectory_buffer(9, sampler=SliceSampler(num_slices=2, span=span), batch_size=8)
-    found = [one for _ in range(200) for one in slices(rb.sample())]
-    assert all(is_slice(one) for one in found)
-    assert {len(one) for one in found if one[0] == 1000} == first
-    assert {len(one) for one in found if one[-1] == 1008} == last
-    assert {len(one) for one in found if one[0] > 1000 and one[-1] < 1008} == {4}
+def test_prioritized_slices_of_another_length_begin_elsewhere() -> None:
+    rb = trajectory_buffer(6, 3, sampler=PrioritizedSliceSampler(1000, 0.7, 0.5, num_slices=100))
+    for length in (4, 2, 4):
+        firsts = {one[0] for one in slices(rb.sample(100 * length))}
+        assert firsts == {*range(1000, 1007 - length), *range(2000, 2004 - length)}
 
 
-@pytest.mark.parametrize("by", ["trajectory", "start"])
-def test_each_rule_gives_each_place_its_chance(by: Any) -> None:
-    rb = trajectory_buffer(4, 5, 12, sampler=SliceSampler(slice_len=4, by=by), batch_size=400)
-    counts: dict[int, int] = {}
-    for _ in range(60):
-        for one in slices(rb.sample()):
-            counts[one[0]] = counts.get(one[0], 0) + 1
-    total = sum(counts.values())
-    places = {1000: 1, 2000: 2, 2001: 2, **{3000 + k: 9 for k in range(9)}}
-    assert counts.keys() == places.keys()
-    for place, beside in places.items():
-        chance = 1 / 12 if by == "start" else 1 / 3 / beside
-        assert abs(counts[place] - total * chance) < 5 * (total * chance) ** 0.5
+def test_prioritized_slices_have_no_span_at_their_beginning() -> None:
+    with pytest.warns(UserWarning, match="Left spanning is disabled"):
+        sampler = PrioritizedSliceSampler(10, 1.0, 1.0, slice_len=2, span=True)
+    assert sampler.slicing.span == (False, True)
 
 
 # -- what batches say ------------------------------------------------------------------------------------
@@ -155,27 +120,6 @@ def test_marks_have_the_shape_and_dtype_of_what_is_stored() -> None:
     assert batch["next", "truncated"].tolist() == [0, 1, 0, 1]
     assert batch["next", "done"].tolist() == [[False], [True], [False], [True]]
     assert batch.get("is_init") is None
-
-
-def test_nothing_is_marked_if_that_is_wanted() -> None:
-    rb = trajectory_buffer(
-        6, sampler=SliceSampler(num_slices=2, truncated_key=None, init_key=None), batch_size=8
-    )
-    assert sorted(rb.sample().keys(True, True), key=str) == ["episode", "index", "x"]
-
-
-def test_other_names_for_marks() -> None:
-    rb = trajectory_buffer(6, sampler=SliceSampler(num_slices=2, truncated_key="cut"), batch_size=8)
-    assert rb.sample()["cut"].view(-1).tolist() == [False, False, False, True] * 2
-    assert rb.sample().get("done") is not None
-
-
-def test_plain_buffers_report_marks_in_the_info() -> None:
-    rb = trajectory_buffer(6, sampler=SliceSampler(num_slices=2), kind=ReplayBuffer, batch_size=8)
-    batch, info = rb.sample(return_info=True)
-    assert batch.get("next") is None
-    assert info["next", "truncated"].view(-1).tolist() == [False, False, False, True] * 2
-    assert info["next", "terminated"].any().item() is False
 
 
 # -- other fields ----------------------------------------------------------------------------------------
@@ -251,23 +195,6 @@ def test_they_are_kept_current(two_names: TensorDictReplayBuffer) -> None:
     assert found() == [4, 5, 7]  # of the 30 newest rows
 
 
-def test_fields_that_are_not_there_are_named(two_names: TensorDictReplayBuffer) -> None:
-    for options, match in (
-        ({"traj_key": "nobody", "end_key": "b"}, "no field 'nobody'"),
-        ({"end_keys": ["a", ("next", "b")]}, "none of the end keys a, next.b is a field"),
-    ):
-        sampler = SliceSampler(slice_len=2, **options)  # type: ignore[arg-type]
-        rb = TensorDictReplayBuffer(storage=two_names.storage, sampler=sampler)
-        with pytest.raises(SchemaError, match=match):
-            rb.sample(4)
-    wide = TensorDictReplayBuffer(
-        storage=MemoryStorage(10), sampler=SliceSampler(slice_len=2, traj_key="w"), batch_size=2
-    )
-    wide.extend(TensorDict({"w": torch.zeros(4, 2)}, [4]))
-    with pytest.raises(SchemaError, match="must be one number per row"):
-        wide.sample()
-
-
 def test_a_missing_trajectory_field_falls_back_to_the_ends(caplog: pytest.LogCaptureFixture) -> None:
     for kind in (SliceSampler, SliceSamplerWithoutReplacement, PrioritizedSliceSampler):
         sampler = kind(slice_len=4, traj_key="nobody")
@@ -313,90 +240,10 @@ def test_trajectories_by_row_in_a_ring_and_across_pieces(monkeypatch: pytest.Mon
         rb.sample()
 
 
-@pytest.mark.parametrize(
-    ("by_row", "match"),
-    [
-        ({"trajectories": torch.zeros(17, dtype=torch.int64)}, "has 17 values, but the store has 18 rows"),
-        ({"trajectories": torch.arange(18) // 9}, "does not end at row 4, but the store's episode does;"),
-        ({"trajectories": torch.arange(18)}, "does end at row 0, but the store's episode does not;"),
-        ({"ends": torch.arange(18) == 4}, "ends a trajectory does not end at row 13"),
-    ],
-)
-def test_trajectories_by_row_that_are_not_the_episodes(by_row: dict[str, Any], match: str) -> None:
-    rb = trajectory_buffer(5, 9, 4, sampler=SliceSampler(slice_len=4, **by_row), batch_size=8)
-    for _ in range(2):
-        with pytest.raises(StateError, match=match):
-            rb.sample()
-
-
 # -- what is refused -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "match"),
-    [
-        ({}, TypeError, "Either num_slices or slice_len must be not None, and not both"),
-        ({"num_slices": 2, "slice_len": 2}, TypeError, "not both"),
-        ({"num_slices": 0}, ValueError, "num_slices must be at least 1"),
-        ({"slice_len": 2, "pad_output": True}, ValueError, "incompatible with strict_length=True"),
-        ({"slice_len": 2, "span": -1}, ValueError, "span must be"),
-        ({"slice_len": 2, "span": (1,)}, ValueError, "span must be"),
-        ({"slice_len": 2, "span": 1.0}, ValueError, "span must be"),
-        ({"slice_len": 2.0}, TypeError, "slice_len must be an integer, got 2.0"),
-        ({"num_slices": True}, TypeError, "num_slices must be an integer"),
-        ({"slice_len": 2, "end_keys": "done"}, ValueError, "pass a single key as end_key"),
-        ({"slice_len": 2, "end_keys": []}, ValueError, "end_keys must be a list of keys"),
-        ({"slice_len": 2, "by": "row"}, ValueError, "by must be 'trajectory' or 'start'"),
-        ({"slice_len": 2, "compile": True}, ValueError, "SliceSampler does not support compile=True"),
-        ({"slice_len": 2, "ends": torch.ones(2)}, ValueError, "ends must be a 1-dim tensor of booleans"),
-        (
-            {"slice_len": 2, "trajectories": torch.zeros(2, 1)},
-            ValueError,
-            "trajectories must be a 1-dim tensor",
-        ),
-        ({"slice_len": 2, "trajectories": [0], "ends": [True]}, ValueError, "are exclusive arguments"),
-        ({"slice_len": 2, "trajectories": [0], "traj_key": "a"}, ValueError, "are exclusive arguments"),
-        ({"slice_len": 2, "end_key": "a", "end_keys": ["b"]}, RuntimeError, "exclusive"),
-        ({"slice_len": 2, "traj_key": "a", "trajectory_key": "a"}, ValueError, "pass one of them"),
-    ],
-)
-def test_settings_that_make_no_sense(options: dict[str, Any], error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        SliceSampler(**options)
-
-
-def test_batches_that_cannot_be_cut() -> None:
-    with pytest.raises(
-        StateError, match="divisible by the number of slices, got batch_size=8 and num_slices=3"
-    ):
-        trajectory_buffer(5, sampler=SliceSampler(num_slices=3), batch_size=8).sample()
-    with pytest.raises(StateError, match="divisible by the slice length, got batch_size=8 and slice_len=3"):
-        trajectory_buffer(5, sampler=SliceSampler(slice_len=3), batch_size=8).sample()
-    with pytest.raises(ValueError, match="strictly lower than the sequence length: 4 is not below 4"):
-        trajectory_buffer(5, sampler=SliceSampler(num_slices=2, span=4), batch_size=8).sample()
-
-
-def test_no_trajectory_is_long_enough() -> None:
-    with pytest.raises(NotReadyError, match=r"length \(length range: 2 - 3 / required=4\)"):
-        trajectory_buffer(2, 3, sampler=SliceSampler(num_slices=2), batch_size=8).sample()
-    with pytest.raises(NotReadyError, match="Cannot sample from an empty storage"):
-        trajectory_buffer(sampler=SliceSampler(num_slices=2), batch_size=8).sample()
-
-
 # -- copies and restarts ---------------------------------------------------------------------------------
-
-
-def test_a_copy_draws_the_same() -> None:
-    rb = trajectory_buffer(5, 9, 4, sampler=SliceSampler(num_slices=2), batch_size=8)
-    rb.sample()
-    copied = pickle.loads(pickle.dumps(copy.copy(rb.sampler)))
-    numbers = [np.random.default_rng(1) for _ in range(2)]
-    first, second = (
-        one.sample(rb.storage, 8, generator)
-        for one, generator in zip((rb.sampler, copied), numbers, strict=True)
-    )
-    assert first.ids.tolist() == second.ids.tolist()
-    assert repr(copied) == "SliceSampler(num_slices=2, strict_length=True, by='trajectory')"
 
 
 @pytest.mark.parametrize("filter", [{}, {"where": "x >= 0"}])
@@ -414,25 +261,6 @@ def test_buffers_may_share_a_sampler(kind: type[Any], filter: dict[str, str]) ->
     for _ in range(3):
         assert (one.sample()["x"] // 1000 == 1).all()
         assert (other.sample()["x"] // 1000 == 2).all()
-
-
-def test_a_restart_and_a_reader_draw_what_would_have_come(store_path: Path) -> None:
-    def opened(**options: Any) -> TensorDictReplayBuffer:
-        return expstore.open(store_path, sampler=SliceSampler(num_slices=2), batch_size=8, **options)
-
-    def batches(rb: TensorDictReplayBuffer) -> list[list[int]]:
-        return [rb.sample()["x"].tolist() for _ in range(20)]
-
-    with opened(capacity=40, seed=3) as rb:
-        for first in range(0, 24, 4):
-            for trajectory in (1, 2, 3):
-                rb.extend(trajectory_rows(trajectory, 4, first), source=f"w{trajectory}")
-                rb.sample()  # so that it follows what comes
-        draw = rb.storage.draws.number
-        expected = batches(rb)
-        rb.storage.draws.set(draw, rb.storage.draws.progress)
-    with opened() as rb:
-        assert batches(rb) == expected
 
 
 def test_every_place_is_where_it_was_counted() -> None:

@@ -6,6 +6,7 @@ slices and their probabilities come from the reference (`slice_model`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -25,7 +26,7 @@ from expstore.core.id_set import IdSet
 from expstore.errors import NotReadyError
 from tests.support.chi_square import ERROR, Floats, chi_square, draws_needed, limit_of, one_off
 from tests.support.flat_storages import flatten_dims
-from tests.support.slice_model import Batch, Cell, Drawn, Fields, Model, Slice
+from tests.support.slice_model import Batch, Cell, Drawn, Fields, Model, Row, Slice
 
 #: Rows per batch, about.
 BATCH = 1 << 16
@@ -130,6 +131,15 @@ RULES: dict[str, dict[str, Any]] = {
     "left": {"length": 3, "span": (2, 0)},
     "right": {"length": 3, "span": (0, 1)},
     "both-short-too": {"length": 3, "strict": False, "span": (2, 2)},
+    "where": {"length": 2, "where": "truth.step % 2 = 0"},
+    "where-left": {"length": 3, "span": (2, 0), "where": "truth.step % 2 = 0"},
+    "weight-short-too": {"length": 3, "strict": False, "where": "truth.step > 0", "weight": "truth.step"},
+}
+#: The chances of rows by the conditions and weights of `RULES`.
+MASSES: dict[str, Callable[[Row], float]] = {
+    "where": lambda row: row.step % 2 == 0,
+    "where-left": lambda row: row.step % 2 == 0,
+    "weight-short-too": lambda row: row.step,
 }
 
 
@@ -149,22 +159,28 @@ def drawn(kept: Kept, size: int, length: int, there: list[Slice]) -> np.ndarray:
     return counts
 
 
-def make(by: str, rule: dict[str, Any]) -> SliceSampler:
-    return SliceSampler(
-        slice_len=rule["length"], by=by, strict_length=rule.get("strict", True), span=rule.get("span", False)
-    )
+def options_of(rule: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a sampler."""
+    others = {"slice_len": rule["length"], "strict_length": rule.get("strict", True)}
+    return others | {key: rule[key] for key in ("span", "where", "weight") if key in rule}
 
 
-@pytest.mark.some(2)
+def facts_of(rule: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the model."""
+    return {key: rule[key] for key in ("length", "strict", "span") if key in rule}
+
+
+@pytest.mark.some(4)
 @pytest.mark.parametrize("by", ["trajectory", "start"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", RULES)
 def test_frequencies(name: str, shape: str, by: str) -> None:
     rule = RULES[name]
-    kept = SHAPES[shape](make(by, rule))
-    chances = kept.model.chances(by=by, **rule)
+    kept = SHAPES[shape](SliceSampler(by=by, **options_of(rule)))
+    kept.rb.refresh()
+    chances = kept.model.chances(by=by, **facts_of(rule), mass=MASSES.get(name, lambda row: 1.0))
     there, expected = list(chances), np.array(list(chances.values()))
-    assert len(there) >= 4
+    assert len(there) >= 3
     counts = drawn(kept, draws_needed(expected, one_off(expected)), rule["length"], there)
     assert chi_square(counts, expected) < limit_of(len(there))
 
@@ -208,6 +224,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "flat": {"alpha": 0.0, "beta": 0.4, "eps": 1e-8, "length": 2},
     "short-too": {"alpha": 0.6, "beta": 0.9, "eps": 1e-8, "length": 4, "strict": False},
     "right": {"alpha": 0.6, "beta": 0.9, "eps": 1e-8, "length": 3, "span": (0, 2)},
+    "where": {"alpha": 0.6, "beta": 1.0, "eps": 1e-8, "length": 2, "where": "truth.step % 2 = 0"},
 }
 
 
@@ -223,7 +240,7 @@ def set_priorities(kept: Kept) -> dict[tuple[int, int], float]:
 
 
 def by_first_row(
-    model: Model, length: int, *, strict: bool = True, span: tuple[int, int] = (0, 0)
+    model: Model, length: int, *, strict: bool = True, span: tuple[int, int] = (0, 0), where: str = ""
 ) -> list[Slice]:
     """Return the slices by priority: a whole one less the span must follow, or the run begins there."""
     return [
@@ -231,29 +248,22 @@ def by_first_row(
         for run in model.runs()
         for place, row in enumerate(run)
         if len(run) - place >= length - span[1] or (place == 0 and not strict)
+        if not where or row.step % 2 == 0
     ]
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_frequencies_and_weights_by_priority(name: str, shape: str) -> None:
     """A place where a slice can begin has the chance that the priority of its row gives it."""
     setting = SETTINGS[name]
-    rule = {key: setting[key] for key in ("length", "strict", "span") if key in setting}
     length, alpha, beta, eps = (setting[key] for key in ("length", "alpha", "beta", "eps"))
-    sampler = PrioritizedSliceSampler(
-        None,
-        alpha,
-        beta,
-        eps,
-        slice_len=length,
-        strict_length=rule.get("strict", True),
-        span=rule.get("span", False),
-    )
+    sampler = PrioritizedSliceSampler(None, alpha, beta, eps, **options_of(setting))
     kept = SHAPES[shape](sampler)
     priorities = set_priorities(kept)
-    there = by_first_row(kept.model, **rule)
+    kept.rb.refresh()
+    there = by_first_row(kept.model, **facts_of(setting), where=setting.get("where", ""))
     masses = np.array([(priorities[episode, step] + eps) ** alpha for episode, step, _ in there])
     chances: Floats = masses / masses.sum()
     counts = drawn(kept, draws_needed(chances, one_off(chances)), length, there)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import Counter
 from itertools import chain
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from tensordict import TensorDict
 
-import expstore
-from expstore import TensorDictReplayBuffer
-from expstore.errors import NotReadyError
+from expstore import NotReadyError
 from expstore.samplers import SliceSamplerWithoutReplacement
 from tests.support.batches import trajectory_buffer, trajectory_rows
 
@@ -49,28 +44,6 @@ def test_every_trajectory_comes_once_per_pass(shuffle: bool, prefetch: int) -> N
         assert sorted(orders[-1]) == [1, 2, 3, 4, 5, 7]
     assert len({tuple(order) for order in orders}) > 6 if shuffle else orders == [[1, 2, 3, 4, 5, 7]] * 12
     rb.close()
-
-
-def test_slices_begin_anywhere() -> None:
-    rb = trajectory_buffer(5, sampler=SliceSamplerWithoutReplacement(slice_len=3), batch_size=3)
-    firsts = Counter(rb.sample()["x"][0].item() for _ in range(300))
-    assert firsts.keys() == {1000, 1001, 1002}
-    assert min(firsts.values()) > 60
-
-
-def test_drop_last_drops_an_incomplete_batch() -> None:
-    rb = trajectory_buffer(
-        3, 3, 3, 3, 3, sampler=SliceSamplerWithoutReplacement(slice_len=3, drop_last=True), batch_size=6
-    )
-    assert [len(trajectories(batch, 3)) for batch in rb] == [2, 2]
-    assert [len(trajectories(batch, 3)) for batch in rb] == [2, 2]
-    with pytest.raises(ValueError, match="greater than the storage capacity"):
-        rb.sample(18)
-
-
-def test_a_batch_larger_than_a_pass_is_short() -> None:
-    rb = trajectory_buffer(3, 9, 4, sampler=SliceSamplerWithoutReplacement(num_slices=10), batch_size=30)
-    assert sorted(trajectories(rb.sample(), 3)) == [1, 2, 3]
 
 
 def test_short_trajectories_count_if_that_is_wanted() -> None:
@@ -133,34 +106,3 @@ def test_a_pass_is_over_the_trajectories_in_which_a_row_matches() -> None:
     with pytest.raises(ValueError, match="once per pass"):
         SliceSamplerWithoutReplacement(slice_len=3, weight="x")
     assert "where='x < 0'" in repr(SliceSamplerWithoutReplacement(slice_len=3, where="x < 0"))
-
-
-def test_a_copy_continues_independently() -> None:
-    rb = trajectory_buffer(3, 3, 3, sampler=SliceSamplerWithoutReplacement(slice_len=3), batch_size=6)
-    rb.sample()
-    copied = pickle.loads(pickle.dumps(rb.sampler))
-    assert copied.sample(rb.storage, 6, np.random.Generator(np.random.Philox(1))).ids.size == 6
-    assert repr(copied) == (
-        "SliceSamplerWithoutReplacement(slice_len=3, drop_last=False, shuffle=True, strict_length=True)"
-    )
-
-
-@pytest.mark.parametrize("stop", ["close", "forget"])
-def test_a_restart_continues_within_the_pass(store_path: Path, stop: str) -> None:
-    def opened(**options: Any) -> TensorDictReplayBuffer:
-        sampler = SliceSamplerWithoutReplacement(slice_len=3)
-        return expstore.open(store_path, sampler=sampler, batch_size=6, **options)
-
-    with opened(capacity=100, seed=3) as rb:
-        for trajectory in range(7):
-            rb.extend(trajectory_rows(trajectory, 4))
-        expected = [rb.sample()["x"].tolist() for _ in range(11)]
-        rb.storage.draws.set(0, (0, 0, 0, 0))
-    with opened() as rb:
-        assert [rb.sample()["x"].tolist() for _ in range(5)] == expected[:5]
-        if stop == "forget":
-            state = rb.state_dict()
-            rb.sample()
-            rb.load_state_dict(state)
-    with opened() as rb:
-        assert [rb.sample()["x"].tolist() for _ in range(6)] == expected[5:]

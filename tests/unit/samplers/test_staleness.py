@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import pickle
-import signal
-import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore import MemoryStorage, StalenessAwareSampler, TensorDictReplayBuffer, ZarrStorage
-from expstore.core.draws import Draws
-from expstore.core.id_set import IdSet
-from expstore.errors import NotReadyError, SchemaError
+from expstore import (
+    MemoryStorage,
+    NotReadyError,
+    StalenessAwareSampler,
+    TensorDictReplayBuffer,
+)
 
 
 def rows(versions: Any, first: int = 0) -> TensorDict:
@@ -92,44 +88,6 @@ def test_custom_weights() -> None:
     assert len(seen) == 2, "it is asked anew: its answer may be another one"
 
 
-@pytest.mark.parametrize(
-    "weights", [lambda s: s - 1, lambda s: s / 0, lambda s: s[:1], lambda s: s[:, None] + 1, lambda s: 1.0]
-)
-def test_wrong_weights_are_refused(weights: Any) -> None:
-    rb = buffer(MemoryStorage(9), staleness_weight_fn=weights)
-    rb.extend(rows([0, 1, 0]))
-    sampler_of(rb).consumer_version = 1
-    with pytest.raises(ValueError, match="staleness_weight_fn must return 3 finite weights"):
-        rb.sample()
-
-
-def test_invalid_arguments_are_refused() -> None:
-    for wrong, error in (
-        ({"max_staleness": -2}, ValueError),
-        ({"max_staleness": 1.5}, TypeError),
-    ):
-        with pytest.raises(error):
-            StalenessAwareSampler(**wrong)  # type: ignore[arg-type]
-    sampler = StalenessAwareSampler()
-    for value, error in ((-1, ValueError), (2**63, ValueError), (0.5, TypeError)):
-        with pytest.raises(error):
-            sampler.consumer_version = value  # type: ignore[assignment]
-    assert (sampler.consumer_version, sampler.max_staleness) == (0, -1)
-    rb = buffer(MemoryStorage(9), version_key=("collector", "version"))
-    rb.extend(rows([1]))
-    with pytest.raises(SchemaError, match=r"Could not find key 'collector.version' in the replay buffer"):
-        rb.sample()
-    for versions in (torch.zeros(3, 2), torch.zeros(3, dtype=torch.bool), torch.zeros(3).bfloat16()):
-        rb = buffer(MemoryStorage(9))
-        rb.extend(rows(versions))
-        with pytest.raises(SchemaError, match="a policy's version is one number, but field"):
-            rb.sample()
-    rb = buffer(MemoryStorage(9), staleness_weight_fn=torch.zeros_like)
-    rb.extend(rows([1, 1, 1]))
-    with pytest.raises(NotReadyError, match="weight 0 for all 3 rows"):
-        rb.sample()
-
-
 class Counting(MemoryStorage):
     """Counts the rows whose versions are read, and lets something happen meanwhile."""
 
@@ -192,60 +150,6 @@ def test_a_change_while_versions_are_read_is_seen_by_the_next_batch() -> None:
     assert batch["staleness"].unique().tolist() == [4, 8]
 
 
-def find_distribution(rb: TensorDictReplayBuffer) -> list[tuple[int, int, float]]:
-    """Runs of one version among the readable rows, found by looking at each."""
-    found: list[tuple[int, int, float]] = []
-    window = rb.storage.window
-    for number in window.ids().tolist():
-        (column,) = rb.storage.read(np.array([number]), [0])
-        version = float(column[0])
-        if found and found[-1][1] == number - 1 and found[-1][2] == version:
-            found[-1] = found[-1][0], number, version
-        else:
-            found.append((number, number, version))
-    return found
-
-
-STORAGES: dict[str, Callable[[Path], Any]] = {
-    "memory": lambda path: MemoryStorage(60),
-    "zarr": lambda path: ZarrStorage(path / "a.exp", 60),
-    "unbounded": lambda path: ZarrStorage(path / "a.exp"),
-}
-
-
-@pytest.mark.parametrize("kind", STORAGES)
-def test_versions_follow_the_rows(kind: str, tmp_path: Path) -> None:
-    """Extend, add, change, empty and give up rows; a sampler that has seen it all draws as a new one."""
-    rb, rng = buffer(STORAGES[kind](tmp_path), size=40, consumer=5), np.random.default_rng(4)
-    storage: Any = rb.storage
-    for step in range(60):
-        if step % 20 == 13:
-            rb.empty()
-        elif step % 7 == 3:
-            index = storage.geometry.index_of(rng.choice(storage.window.ids(), 5))
-            changed = rb[index]
-            changed["policy_version"] = torch.from_numpy(rng.integers(0, 3, 5))
-            rb[index] = changed
-        elif step % 9 == 4 and storage.window.size > 20:
-            first = storage.window.low + int(rng.integers(1, 10))
-            storage._state.stored = replace(storage.window, deleted=IdSet.of([(first, first + 4)]))
-        count = int(rng.integers(1, 30))
-        rb.extend(rows(torch.from_numpy(np.sort(rng.integers(0, 4, count)))))
-        rb.add(rows([3])[0])
-        batch = rb.sample()
-        assert batch["staleness"].tolist() == (5 - batch["policy_version"]).tolist()
-        assert storage.window.holds(batch["id"].numpy()).all()
-        known = sampler_of(rb)._known.versions
-        runs = zip(known.first.tolist(), known.last.tolist(), known.version.tolist(), strict=True)
-        assert list(runs) == find_distribution(rb)
-        other = StalenessAwareSampler()
-        other.consumer_version = 5
-        one = sampler_of(rb).sample(storage, 40, Draws(1).generator(step))
-        two = other.sample(storage, 40, Draws(1).generator(step))
-        np.testing.assert_array_equal(one.ids, two.ids)
-    rb.close()
-
-
 def test_few_fresh_rows_among_many_stale_ones() -> None:
     """A batch that takes nearly all of the weight, and far more rows than have it."""
     rb = buffer(MemoryStorage(3000), size=500, consumer=1, staleness_weight_fn=lambda s: 1e-12**s)
@@ -254,37 +158,6 @@ def test_few_fresh_rows_among_many_stale_ones() -> None:
         batch = rb.sample()
         assert batch["id"].unique().numel() == 500
         assert batch["staleness"].tolist() == [0] * 20 + [1] * 480
-
-
-def test_threads_sample_while_one_extends_and_changes() -> None:
-    rb = buffer(MemoryStorage(500), size=64, consumer=20_000)
-    rb.extend(rows(torch.zeros(500, dtype=torch.int64)))
-    stop, faults = threading.Event(), []
-
-    def sample() -> None:
-        try:
-            while not stop.is_set():
-                batch = rb.sample()
-                # A row that was changed between drawing and reading may have moved on by one change.
-                off = (20_000 - batch["staleness"].long() - batch["policy_version"]) % 1000
-                if (off != 0).any() or (batch["id"] - 1 != batch["number"]).any():
-                    faults.append(batch)
-        except BaseException as exc:
-            faults.append(exc)
-
-    threads = [threading.Thread(target=sample) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for step in range(300):
-        rb.extend(rows(torch.full((40,), step % 1000), 500 + 40 * step))
-        if step % 5 == 0:
-            changed = rb[7:9]
-            changed["policy_version"] += 1000
-            rb[7:9] = changed
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert not faults
 
 
 # -- across restarts ------------------------------------------------------------------------------------
@@ -302,30 +175,6 @@ def live(path: Path, capacity: int | None) -> TensorDictReplayBuffer:
         sampler_of(rb).consumer_version = step // 2 + 1
         rb.sample()
     return rb
-
-
-@pytest.mark.some(2)
-@pytest.mark.parametrize("capacity", [50, None])
-@pytest.mark.parametrize("end", ["close", "kill after flush", "kill"])
-def test_a_restart_continues_with_the_next_batch(capacity: int | None, end: str, tmp_path: Path) -> None:
-    with live(tmp_path / "whole.exp", capacity) as whole:
-        expected = [whole.sample() for _ in range(50)]
-    pid = os.fork()
-    if pid == 0:
-        torch.set_num_threads(1)
-        rb = live(tmp_path / "parts.exp", capacity)
-        if end == "close":
-            rb.close()
-        elif end == "kill after flush":
-            rb.flush()
-        os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(pid, 0)
-    if end == "kill after flush":  # what a restart of the machine leaves of it
-        (tmp_path / "parts.exp" / "STATE").write_bytes(bytes(4096))
-    with opened(tmp_path / "parts.exp") as again:
-        assert sampler_of(again).consumer_version == 6
-        for batch in expected:
-            assert (again.sample() == batch).all()
 
 
 def test_a_snapshot_brings_its_version_and_one_that_was_set_before_opening_counts(tmp_path: Path) -> None:
@@ -347,37 +196,3 @@ def test_a_snapshot_brings_its_version_and_one_that_was_set_before_opening_count
         ahead.consumer_version = 9
     with opened(tmp_path / "a.exp") as rb:
         assert sampler_of(rb).consumer_version == 9
-
-
-def test_state_dict_goes_to_another_sampler() -> None:
-    one, other = StalenessAwareSampler(max_staleness=4), StalenessAwareSampler()
-    one.consumer_version = 11
-    other.load_state_dict(one.state_dict())
-    assert one.state_dict() == other.state_dict() == {"consumer_version": 11, "max_staleness": 4}
-    assert repr(other) == "StalenessAwareSampler(consumer_version=11, max_staleness=4)"
-
-
-def test_a_reader_and_its_copies_have_versions_of_their_own(tmp_path: Path) -> None:
-    with live(tmp_path / "a.exp", 50) as writer:
-        sampler = StalenessAwareSampler(max_staleness=1)
-        sampler.consumer_version = 5
-        path = tmp_path / "a.exp"
-        with expstore.open(path, mode="r", sampler=sampler, batch_size=200, seed=1) as reader:
-            assert set(reader.sample()["policy_version"].tolist()) == {4, 5}
-            copy = pickle.loads(pickle.dumps(reader))
-            assert sampler_of(copy).consumer_version == 5
-            sampler.consumer_version = 4
-            assert set(reader.sample()["policy_version"].tolist()) == {3, 4, 5}
-            assert set(copy.sample()["policy_version"].tolist()) == {4, 5}
-            writer.extend(rows([9] * 45))
-            writer.flush()
-            sampler.consumer_version = 9
-            assert set(reader.sample()["policy_version"].tolist()) == {9}
-            copy.close()
-            assert sampler_of(writer).consumer_version == 6
-            writer.close()
-            reader.sample()
-            before = reader.storage.epochs.deleted
-            with opened(path):  # after a power cut ids may come again
-                reader.sample()
-                assert reader.storage.epochs.deleted > before

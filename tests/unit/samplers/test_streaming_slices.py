@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import signal
 import threading
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
 
-import expstore
 from expstore import MemoryStorage, StreamingSliceSampler, TensorDictReplayBuffer
 from expstore.core import tuning
-from expstore.errors import NotReadyError, StateError
 from tests.support.batches import memory_buffer, steps
 from tests.support.flat_storages import flatten_dims
 
@@ -85,34 +80,6 @@ def test_rows_from_before_are_not_new() -> None:
     assert [30, 31, 32] in slices(rb.sample(6))
 
 
-@pytest.mark.guarantee("draw/next")
-@pytest.mark.parametrize("end", ["close", "kill"])
-def test_returned_batches_do_not_repeat_after_a_restart(end: str, tmp_path: Path) -> None:
-    def opened() -> Any:
-        return expstore.open(
-            tmp_path / "run.exp",
-            capacity=100,
-            seed=1,
-            sampler=StreamingSliceSampler(slice_len=3),
-            batch_size=3,
-        )
-
-    child = os.fork()
-    if not child:
-        try:
-            rb = opened()
-            rb.extend(values(9))
-            rb.sample()
-            if end == "close":
-                rb.close()
-        finally:
-            os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
-    with opened() as rb:
-        assert slices(rb.sample()) == [[3, 4, 5]]
-        assert slices(rb.sample()) == [[6, 7, 8]]
-
-
 def test_batches_made_ahead_and_given_back_come_again() -> None:
     rb = memory_buffer(seed=4, sampler=StreamingSliceSampler(slice_len=3), batch_size=3, prefetch=2)
     rb.extend(values(12))
@@ -120,32 +87,6 @@ def test_batches_made_ahead_and_given_back_come_again() -> None:
     rb.sampler.rewind(rb.storage)  # what a change of the generator does, for instance
     rb.set_rng(torch.Generator().manual_seed(0))
     assert [slices(rb.sample()) for _ in range(3)] == [[[3, 4, 5]], [[6, 7, 8]], [[9, 10, 11]]]
-
-
-def test_the_state_continues_in_another_buffer_and_in_copies() -> None:
-    one, two = (
-        memory_buffer(seed=4, sampler=StreamingSliceSampler(slice_len=3), batch_size=3),
-        memory_buffer(seed=4, sampler=StreamingSliceSampler(slice_len=3), batch_size=3),
-    )
-    for rb in (one, two):
-        rb.extend(values(12))
-    one.sample()
-    two.load_state_dict(one.state_dict())
-    assert slices(two.sample()) == [[3, 4, 5]]
-    copied = pickle.loads(pickle.dumps(one.sampler))
-    two.set_sampler(copied)
-    assert slices(two.sample()) == [[6, 7, 8]]
-
-
-def test_a_restored_version_continues_where_it_was_saved(tmp_path: Path) -> None:
-    rb = memory_buffer(seed=4, sampler=StreamingSliceSampler(slice_len=3), batch_size=3)
-    rb.extend(values(12))
-    rb.sample()
-    rb.dumps(tmp_path / "versions")
-    rb.sample()
-    rb.loads(tmp_path / "versions")  # under other ids
-    rb.extend(values(3, 50))
-    assert [slices(rb.sample())[0] for _ in range(4)] == [[3, 4, 5], [6, 7, 8], [9, 10, 11], [50, 51, 52]]
 
 
 def test_rows_after_empty_are_new() -> None:
@@ -182,24 +123,6 @@ def test_during_writes_every_slice_is_whole_and_drawn_at_most_once() -> None:
         over = not alive and not fresh
     writer.join()
     assert last == 5996
-
-
-def test_invalid_arguments_are_refused() -> None:
-    for wrong in (1.5, True):
-        with pytest.raises(TypeError, match="positive integer"):
-            StreamingSliceSampler(slice_len=wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="positive integer"):
-        StreamingSliceSampler(slice_len=0)
-    with pytest.raises(ValueError, match="cannot hold one slice_len=3 window"):
-        memory_buffer(2, seed=4, sampler=StreamingSliceSampler(slice_len=3))
-    rb = memory_buffer(seed=4, sampler=StreamingSliceSampler(slice_len=3))
-    with pytest.raises(NotReadyError, match="Cannot sample from an empty storage"):
-        rb.sample(3)
-    rb.extend(values(2))
-    with pytest.raises(NotReadyError, match="sufficient length"):
-        rb.sample(3)
-    with pytest.raises(StateError, match="divisible by the slice length"):
-        rb.sample(4)
 
 
 def keyed(capacity: int = 100, **options: Any) -> Any:

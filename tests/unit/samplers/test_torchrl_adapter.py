@@ -16,14 +16,12 @@ from torchrl.data import replay_buffers as theirs
 import expstore
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.buffers.tensordict import TensorDictReplayBuffer
-from expstore.errors import NotFoundError, NotReadyError, StateError
+from expstore.errors import NotFoundError, StateError
 from expstore.samplers import (
     PrioritizedSampler,
     RandomSampler,
     Sampler,
-    SamplerWithoutReplacement,
     SliceSampler,
-    SliceSamplerWithoutReplacement,
 )
 from expstore.samplers.torchrl_adapter import AdaptedSampler, adapt
 from expstore.storages.memory import MemoryStorage
@@ -103,14 +101,6 @@ def make(sampler: Any, n: int = 5, kind: Any = ReplayBuffer, **more: Any) -> Any
     return rb
 
 
-def test_a_subclass_written_for_torchrl_draws() -> None:
-    sampler = Newest()
-    rb = make(sampler)
-    assert rb.sample()["x"].tolist() == [3, 4]
-    assert rb.sample(3)["x"].tolist() == [2, 3, 4]
-    assert sampler.asked == [5, 5]
-
-
 def test_the_buffer_gives_back_what_it_was_given() -> None:
     sampler, other = Newest(), Told()
     rb = make(sampler)
@@ -167,25 +157,6 @@ def test_an_index_has_as_many_dims_as_the_storage() -> None:
     assert sampler.told == [("extend", [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]])]
 
 
-def test_the_sampler_is_notified_of_writes_priorities_and_empty() -> None:
-    sampler = Told()
-    rb = make(sampler, n=0)
-    rb.extend(rows(3))
-    rb.add(rows(1, start=3)[0])
-    rb.update_priority(torch.tensor([1, 2]), torch.tensor([0.5, 2.0]))
-    rb.update_priority(torch.tensor([1, 2]), torch.tensor([[1.0, 3.0], [2.0, 0.5]]))
-    rb.update_priority(3, 4.0)
-    rb.empty()
-    assert sampler.told == [
-        ("extend", [0, 1, 2]),
-        ("add", 3),
-        ("priority", [1, 2], [0.5, 2.0], 4),
-        ("priority", [1, 2], [3.0, 2.0], 4),
-        ("priority", [3], [4.0], 4),
-        ("empty",),
-    ]
-
-
 def test_priorities_of_rows_that_have_left_are_not_told() -> None:
     sampler = Told()
     rb = make(sampler, n=0)
@@ -204,13 +175,6 @@ def test_iteration_ends_when_exhausted_and_restarts() -> None:
 def test_iteration_ends_at_the_same_batch_when_batches_are_made_ahead() -> None:
     rb = make(Passes(), prefetch=2)
     assert [batch["x"].tolist() for batch in rb] == [[0, 1], [2, 3], [4]]
-
-
-def test_its_state_travels_with_the_buffers() -> None:
-    rb, other = make(Passes()), make(Passes())
-    rb.sample()
-    other.load_state_dict(rb.state_dict())
-    assert other.sample()["x"].tolist() == [2, 3]
 
 
 def test_draws_by_rng_are_the_same_after_a_restart(tmp_path: Path) -> None:
@@ -243,13 +207,6 @@ def test_a_generator_that_is_given_is_honoured() -> None:
     assert draw(0) != draw(1)
 
 
-def test_an_empty_buffer_is_refused_before_it_is_asked() -> None:
-    sampler = Newest()
-    with pytest.raises(NotReadyError, match="Cannot sample from an empty storage"):
-        make(sampler, n=0).sample()
-    assert sampler.asked == []
-
-
 @pytest.mark.parametrize(
     ("drawn", "error", "text"),
     [
@@ -279,16 +236,6 @@ def test_invalid_samplers_are_refused() -> None:
         make(theirs.RandomSampler())
 
 
-def test_our_own_are_taken_as_they_are() -> None:
-    class Mine(RandomSampler):
-        def sample(self, storage: Any, batch_size: int, generator: Any) -> Any:
-            return super().sample(storage, 1, generator)
-
-    sampler = Mine()
-    assert adapt(sampler) is sampler
-    assert isinstance(adapt(Told()), AdaptedSampler)
-
-
 def test_a_copy_asks_a_copy() -> None:
     copied = pickle.loads(pickle.dumps(adapt(Passes())))
     assert isinstance(copied, AdaptedSampler)
@@ -296,25 +243,6 @@ def test_a_copy_asks_a_copy() -> None:
 
 
 # -- replacement=False ----------------------------------------------------------------------------------
-
-
-def test_replacement_false_makes_the_sampler_without_replacement() -> None:
-    sampler = RandomSampler(replacement=False, drop_last=True)
-    assert type(sampler) is SamplerWithoutReplacement
-    assert sampler.drop_last
-    slices = SliceSampler(replacement=False, slice_len=2)
-    assert type(slices) is SliceSamplerWithoutReplacement
-    rb = make(RandomSampler(replacement=False))
-    assert sorted(x for batch in rb for x in batch["x"].tolist()) == [0, 1, 2, 3, 4]
-
-
-def test_replacement_true_changes_nothing() -> None:
-    assert type(RandomSampler(replacement=True)) is RandomSampler
-    assert type(PrioritizedSampler(10, 0.6, 0.4, replacement=True)) is PrioritizedSampler
-
-
-def test_without_replacement_says_so_itself() -> None:
-    assert type(SamplerWithoutReplacement(replacement=False)) is SamplerWithoutReplacement
 
 
 def test_samplers_without_that_variant_refuse_it() -> None:

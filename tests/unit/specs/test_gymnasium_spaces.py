@@ -122,19 +122,16 @@ def test_spaces_become_specs() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("space", "reason"),
-    [
+def test_spaces_without_a_fixed_shape_are_refused() -> None:
+    for space, reason in [
         (spaces.Text(5), "text of any length"),
         (spaces.Graph(spaces.Discrete(2), spaces.Discrete(2)), "graphs of any size"),
         (spaces.Sequence(spaces.Discrete(2)), "any length; pad them"),
         (spaces.OneOf((spaces.Discrete(2), spaces.Discrete(3))), "whose shape depends on the number"),
         (spaces.Dict(a=spaces.Text(5)), "text of any length"),
-    ],
-)
-def test_spaces_without_a_fixed_shape_are_refused(space: Any, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        from_space(space)
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            from_space(space)
 
 
 def test_other_specs_become_the_space_of_their_arrays() -> None:
@@ -153,9 +150,8 @@ def test_other_specs_become_the_space_of_their_arrays() -> None:
         assert made.contains(spec.to_numpy(spec.rand()))
 
 
-@pytest.mark.parametrize(
-    ("spec", "reason"),
-    [
+def test_specs_without_a_space_are_refused() -> None:
+    for spec, reason in [
         (None, "unknown spec"),
         (NonTensor(), "not tensors"),
         (Composite(a=None), "unknown spec"),
@@ -164,11 +160,9 @@ def test_other_specs_become_the_space_of_their_arrays() -> None:
         (Categorical(2, mask=torch.tensor([True, False])), "no masks"),
         (torch.stack([Categorical(2), Categorical(3)]), "convert its parts"),
         (Choice([Categorical(2), Categorical(3)]), "convert its parts"),
-    ],
-)
-def test_specs_without_a_space_are_refused(spec: Any, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        to_space(spec)
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            to_space(spec)
 
 
 def test_invalid_spaces_are_refused() -> None:
@@ -211,15 +205,18 @@ def test_values_that_the_dtype_of_a_space_cannot_represent_are_refused(
 
 
 @pytest.mark.slow
-def test_gymnasium_is_imported_when_a_space_is_made() -> None:
-    code = (
-        "import sys, expstore.specs.gymnasium_spaces as s\n"
-        "assert 'gymnasium' not in sys.modules\n"
-        "from expstore import Categorical\n"
-        "print(s.to_space(Categorical(3)), 'gymnasium' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout == "Discrete(3) True\n"
+def test_specs_import_no_other_library_before_it_is_needed() -> None:
+    """And a stack is made of specs whose class of stacks nobody has named."""
+    program = """
+import sys, torch
+from expstore.specs.categorical import Categorical
+assert type(torch.stack([Categorical(2), Categorical(3)])).__name__ == "Stacked"
+import expstore.specs, expstore.specs.gymnasium_spaces as spaces
+import expstore.specs.torchrl_specs, expstore.specs.json_text
+assert "gymnasium" not in sys.modules and "torchrl" not in sys.modules
+assert str(spaces.to_space(Categorical(3))) == "Discrete(3)" and "gymnasium" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 # -- the collector ---------------------------------------------------------------------------------

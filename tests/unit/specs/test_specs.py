@@ -10,7 +10,7 @@ import math
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,119 +23,7 @@ from tensordict import NonTensorData
 
 import expstore
 import expstore.specs
-
-FLOATS = (torch.float32, torch.float64, torch.float16)
-WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-
-shapes = st.lists(st.integers(1, 3), max_size=3).map(tuple)
-seeds = st.integers(0, 2**31)
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Say how a spec is made, here or there."""
-
-    name: str
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-
-    def here(self) -> Any:
-        return getattr(expstore.specs, self.name)(*self.args, **self.kwargs)
-
-    def there(self) -> Any:
-        return getattr(torchrl, self.name)(*self.args, **self.kwargs)
-
-    def both(self) -> tuple[Any, Any]:
-        return self.here(), self.there()
-
-
-@st.composite
-def bounded(draw: st.DrawFn) -> Recipe:
-    dtype = draw(st.sampled_from((*FLOATS, *WHOLE)))
-    shape = draw(shapes)
-    small = draw(st.integers(0, 20))
-    large = draw(st.integers(small, 100))
-    low: Any = small
-    high: Any = torch.full(shape, large).to(dtype) if draw(st.booleans()) else large
-    if draw(st.booleans()):
-        low = torch.arange(math.prod(shape)).reshape(shape).remainder(small + 1).to(dtype)
-    kwargs = {"shape": shape, "dtype": dtype}
-    if draw(st.booleans()):
-        kwargs["domain"] = draw(st.sampled_from(["continuous", "discrete"]))
-    return Recipe("Bounded", (low, high), kwargs)
-
-
-@st.composite
-def masks(draw: st.DrawFn, shape: tuple[int, ...]) -> torch.Tensor | None:
-    if draw(st.booleans()):
-        return None
-    made = torch.rand(shape, generator=torch.Generator().manual_seed(draw(seeds))) < 0.5
-    made[..., draw(st.integers(0, shape[-1] - 1))] = True
-    return made
-
-
-@st.composite
-def categorical(draw: st.DrawFn) -> Recipe:
-    n, shape = draw(st.integers(1, 5)), draw(shapes)
-    kwargs = {"shape": shape, "dtype": draw(st.sampled_from((torch.int64, torch.int32)))}
-    return Recipe("Categorical", (n,), {**kwargs, "mask": draw(masks((*shape, n)))})
-
-
-@st.composite
-def unbounded(draw: st.DrawFn) -> Recipe:
-    kwargs = {"shape": draw(shapes), "dtype": draw(st.sampled_from((*FLOATS, *WHOLE, torch.bool)))}
-    return Recipe(
-        draw(st.sampled_from(["Unbounded", "UnboundedDiscrete", "UnboundedContinuous"])), (), kwargs
-    )
-
-
-@st.composite
-def one_hot(draw: st.DrawFn) -> Recipe:
-    n = draw(st.integers(1, 5))
-    shape = (*draw(shapes)[:2], n)
-    return Recipe("OneHot", (n, shape), {"mask": draw(masks(shape))})
-
-
-@st.composite
-def binary(draw: st.DrawFn) -> Recipe:
-    dtype = draw(st.sampled_from((torch.int8, torch.bool, torch.int64, torch.float32)))
-    return Recipe("Binary", (), {"shape": (*draw(shapes)[:2], draw(st.integers(1, 3))), "dtype": dtype})
-
-
-nvecs = st.lists(st.integers(1, 4), min_size=1, max_size=4)
-
-
-@st.composite
-def multi_categorical(draw: st.DrawFn) -> Recipe:
-    nvec, lead = draw(nvecs), draw(shapes)[:2]
-    if draw(st.booleans()):
-        mask = draw(masks((*lead, sum(nvec))))
-        if mask is not None:
-            mask = mask.index_fill(-1, torch.tensor(nvec).cumsum(0) - 1, True)
-        kwargs = {"shape": (*lead, len(nvec)), "mask": mask}
-        return Recipe("MultiCategorical", (nvec,), kwargs)
-    return Recipe("MultiCategorical", ([nvec, [n + 1 for n in nvec]],))
-
-
-@st.composite
-def multi_one_hot(draw: st.DrawFn) -> Recipe:
-    nvec, lead = draw(nvecs), draw(shapes)[:2]
-    mask = draw(masks((*lead, sum(nvec))))
-    if mask is not None:
-        mask = mask.index_fill(-1, torch.tensor(nvec).cumsum(0) - 1, True)
-    return Recipe("MultiOneHot", (nvec, (*lead, sum(nvec))), {"mask": mask})
-
-
-KINDS: dict[str, st.SearchStrategy[Recipe]] = {
-    "bounded": bounded(),
-    "categorical": categorical(),
-    "unbounded": unbounded(),
-    "one hot": one_hot(),
-    "binary": binary(),
-    "multi categorical": multi_categorical(),
-    "multi one hot": multi_one_hot(),
-}
-recipes = st.one_of(*KINDS.values())
+from tests.support.spec_recipes import Recipe, recipes, seeds, shapes
 
 
 def nearby(spec: Any, seed: int, lead: tuple[int, ...], *, far: float) -> torch.Tensor:
@@ -404,9 +292,8 @@ def test_copies_are_equal_and_others_are_not(recipe: Recipe) -> None:
 # --- what is refused
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "text"),
-    [
+def test_errors_read_alike() -> None:
+    for make, error, text in [
         (lambda of: of.Bounded(0, 1), RuntimeError, "requires the shape to be explicitly"),
         (lambda of: of.Bounded(torch.zeros(3), 1, shape=(2,)), RuntimeError, "must match the provided shape"),
         (lambda of: of.Bounded(minimum=0, high=1), TypeError, "'minimum' has been removed"),
@@ -437,11 +324,7 @@ def test_copies_are_equal_and_others_are_not(recipe: Recipe) -> None:
             ValueError,
             "Cannot index_select",
         ),
-        (
-            lambda of: of.MultiOneHot((3, 2)).encode([[0, 1]] * 3),
-            RuntimeError,
-            "is invalid for input of size",
-        ),
+        (lambda of: of.MultiOneHot((3, 2)).encode([[0, 1]] * 3), RuntimeError, "is invalid for input of"),
         (lambda of: of.Unbounded((-1, 2)).expand(3, 3, 2), ValueError, "The last 2 of the expanded shape"),
         (lambda of: of.Bounded(0, 1, shape=(3,)).type_check(torch.ones(3).int()), TypeError, "value.dtype="),
         (
@@ -470,11 +353,7 @@ def test_copies_are_equal_and_others_are_not(recipe: Recipe) -> None:
         (lambda of: of.OneHot(3)[0], IndexError, "."),
         (lambda of: of.MultiOneHot((3, 2), (4,)), ValueError, r"shape must match sum\(nvec\) for transform"),
         (lambda of: of.MultiOneHot((3, 2)).encode([0, 2]), RuntimeError, "is greater than the allowed max"),
-        (
-            lambda of: of.MultiOneHot((3, 2)).index(1, torch.ones(5)),
-            ValueError,
-            "Only tensors are allowed for",
-        ),
+        (lambda of: of.MultiOneHot((3, 2)).index(1, torch.ones(5)), ValueError, "Only tensors are allowed"),
         (lambda of: of.MultiCategorical((3, 2), (3,)), ValueError, r"shape must match nvec.shape\[-1\]"),
         (lambda of: of.MultiCategorical((3, 2)).unbind(-1), ValueError, "must remain unchanged"),
         (lambda of: of.MultiCategorical((3, 2)).unsqueeze(-1), ValueError, "must remain unchanged"),
@@ -487,11 +366,7 @@ def test_copies_are_equal_and_others_are_not(recipe: Recipe) -> None:
         (lambda of: of.Binary(3, ()), ValueError, "'n' must be zero for spec"),
         (lambda of: of.Binary(shape=())[0], ValueError, "Cannot index a Binary spec with an empty shape"),
         (lambda of: of.Binary(3).unbind(0), ValueError, "must remain unchanged"),
-        (
-            lambda of: of.NonTensor(batched=True, feature_dims=1),
-            ValueError,
-            "Cannot specify both batched and",
-        ),
+        (lambda of: of.NonTensor(batched=True, feature_dims=1), ValueError, "Cannot specify both batched"),
         (lambda of: of.NonTensor().cardinality(), NotImplementedError, "Cannot enumerate a NonTensor spec."),
         (lambda of: of.NonTensor().index(0, 0), NotImplementedError, "Cannot use index with a NonTensor"),
         (lambda of: of.Choice((of.Categorical(3),)), TypeError, "'choices' must be a list"),
@@ -499,17 +374,14 @@ def test_copies_are_equal_and_others_are_not(recipe: Recipe) -> None:
         (lambda of: of.Choice([of.Categorical(3), of.OneHot(3)]), TypeError, "must be the same type"),
         (lambda of: of.Choice([of.OneHot(3), of.OneHot(4)]), ValueError, "must have the same shape"),
         (lambda of: of.Choice([of.OneHot(3)]).index(0, 0), NotImplementedError, "index is not implemented"),
-    ],
-)
-def test_errors_read_alike(make: Callable[[Any], Any], error: type[Exception], text: str) -> None:
-    for of in (expstore.specs, torchrl):
-        with pytest.raises(error, match=text):
-            make(of)
+    ]:
+        for of in (expstore, torchrl):
+            with pytest.raises(error, match=text):
+                make(of)
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "text"),
-    [
+def test_meaningless_arguments_are_refused() -> None:
+    for make, error, text in [
         (lambda: expstore.Bounded(1, 0, shape=(2,)), ValueError, r"no number between low=1.0 and high=0.0"),
         (lambda: expstore.Bounded(math.nan, 0, shape=()), ValueError, "no number between low=nan"),
         (lambda: expstore.Bounded(0, None, shape=()), TypeError, "takes two bounds"),
@@ -523,7 +395,7 @@ def test_errors_read_alike(make: Callable[[Any], Any], error: type[Exception], t
         (lambda: expstore.MultiOneHot((3, 2)).encode([0, 1, 1]), ValueError, "takes 2 numbers"),
         (lambda: expstore.Unbounded(colour="red"), TypeError, "unrecognised kwargs"),
         (lambda: expstore.Unbounded(dtype=torch.complex64), TypeError, "use two values of torch.float32"),
-        (lambda: expstore.specs.Choice([]), ValueError, "at least one"),
+        (lambda: expstore.Choice([]), ValueError, "at least one"),
         (lambda: expstore.MultiCategorical((3,)).set_provisional_n(4), ValueError, "knows how many"),
         (
             lambda: expstore.MultiCategorical([[3, 2], [1, 4]], mask=torch.ones(5)),
@@ -535,13 +407,9 @@ def test_errors_read_alike(make: Callable[[Any], Any], error: type[Exception], t
             ValueError,
             "the same mask for all elements",
         ),
-    ],
-)
-def test_meaningless_arguments_are_refused(
-    make: Callable[[], Any], error: type[Exception], text: str
-) -> None:
-    with pytest.raises(error, match=text):
-        make()
+    ]:
+        with pytest.raises(error, match=text):
+            make()
 
 
 # --- what is better here
@@ -577,7 +445,7 @@ def test_wide_integers_are_all_as_likely(low: int, high: int) -> None:
 
 def test_bounds_keep_to_smaller_dtypes() -> None:
     spec = expstore.Bounded(-math.inf, 1e30, shape=(2,)).to(torch.int8)
-    assert isinstance(spec, expstore.specs.BoundedDiscrete)
+    assert isinstance(spec, expstore.BoundedDiscrete)
     assert (spec.low.tolist(), spec.high.tolist()) == ([-128, -128], [127, 127])
     assert spec.project(torch.tensor([500.0, -1.6])).tolist() == [127, -2]
     assert expstore.Bounded(0, 1, shape=(), dtype=torch.bool).project(torch.tensor(3.0)).item() is True
@@ -804,7 +672,7 @@ def test_numbers_without_bounds_are_numbers_with_the_bounds_of_the_dtype() -> No
 
 
 def test_objects_have_specs() -> None:
-    spec = expstore.specs.NonTensor(shape=(2, 3), example_data="go", feature_dims=1)
+    spec = expstore.NonTensor(shape=(2, 3), example_data="go", feature_dims=1)
     assert repr(spec) == repr(torchrl.NonTensor(shape=(2, 3), example_data="go", feature_dims=1))
     assert spec.rand((4,)).tolist() == [[["go"] * 3] * 2] * 4
     assert spec.zero().batch_size == (2, 3)
@@ -823,16 +691,16 @@ def test_objects_have_specs() -> None:
     ]:
         assert (made.shape, made.example_data) == (shape, "go")
         assert made.rand().batch_size == shape
-    assert spec == spec.clone() != expstore.specs.NonTensor(shape=(2, 3), example_data="stop", feature_dims=1)
-    assert expstore.specs.NonTensor(shape=(3,), batched=True, example_data=1).rand().tolist() == [1, 1, 1]
-    assert expstore.specs.NonTensor(shape=()).to_numpy("same", safe=True) == "same"
+    assert spec == spec.clone() != expstore.NonTensor(shape=(2, 3), example_data="stop", feature_dims=1)
+    assert expstore.NonTensor(shape=(3,), batched=True, example_data=1).rand().tolist() == [1, 1, 1]
+    assert expstore.NonTensor(shape=()).to_numpy("same", safe=True) == "same"
     with pytest.raises(TypeError, match="describes objects"):
         spec.type_check(torch.ones(3))
 
 
 def test_a_choice_is_in_one_of_its_specs() -> None:
     low, high = expstore.Bounded(0, 1, shape=(2,)), expstore.Bounded(10, 11, shape=(2,))
-    spec = expstore.specs.Choice([low, high])
+    spec = expstore.Choice([low, high])
     assert repr(spec) == repr(torchrl.Choice([torchrl.Bounded(0, 1, shape=(2,))]))
     drawn = [spec.rand(generator=torch.Generator().manual_seed(seed)) for seed in range(20)]
     assert all(low.is_in(one) != high.is_in(one) for one in drawn)
@@ -840,17 +708,17 @@ def test_a_choice_is_in_one_of_its_specs() -> None:
     assert spec.project(torch.tensor([9.0, 9.0])).tolist() == [10, 10]
     assert spec.encode([10.5, 10.5]).tolist() == [10.5, 10.5]
     assert spec.expand(3, 2).rand().shape == (3, 2)
-    assert spec.unbind(0)[0] == expstore.specs.Choice([low[0], high[0]])
+    assert spec.unbind(0)[0] == expstore.Choice([low[0], high[0]])
     assert (spec.num_choices, spec.cardinality()) == (2, math.inf)
-    assert spec == spec.clone() != expstore.specs.Choice([low])
+    assert spec == spec.clone() != expstore.Choice([low])
     assert (spec.zero().tolist(), spec.one().tolist()) == ([0, 0], [1, 1])
-    numbers = expstore.specs.Choice([expstore.Categorical(2), expstore.Categorical(3)])
+    numbers = expstore.Choice([expstore.Categorical(2), expstore.Categorical(3)])
     assert [int(one) for one in numbers.enumerate()] == [0, 1, 0, 1, 2]
     assert numbers.cardinality() == 5
 
 
 def test_a_choice_is_one_of_its_objects() -> None:
-    spec = expstore.specs.Choice([NonTensorData(word) for word in "abc"])
+    spec = expstore.Choice([NonTensorData(word) for word in "abc"])
     drawn = {spec.rand(generator=torch.Generator().manual_seed(seed)).data for seed in range(30)}
     assert drawn == set("abc")
     assert spec.rand((4,)).batch_size == (4,)
@@ -859,12 +727,11 @@ def test_a_choice_is_one_of_its_objects() -> None:
     assert [one.data for one in spec.enumerate()] == list("abc")
     assert spec.cardinality() == spec.num_choices == 3
     assert spec.one().data == "b"
-    assert spec == spec.clone() != expstore.specs.Choice([NonTensorData(word) for word in "abd"])
+    assert spec == spec.clone() != expstore.Choice([NonTensorData(word) for word in "abd"])
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
+def test_older_names_are_the_same_classes() -> None:
+    for old, new in [
         ("BinaryDiscreteTensorSpec", "Binary"),
         ("BoundedTensorSpec", "Bounded"),
         ("DiscreteTensorSpec", "Categorical"),
@@ -873,7 +740,5 @@ def test_a_choice_is_one_of_its_objects() -> None:
         ("OneHotDiscreteTensorSpec", "OneHot"),
         ("UnboundedContinuousTensorSpec", "UnboundedContinuous"),
         ("UnboundedDiscreteTensorSpec", "UnboundedDiscrete"),
-    ],
-)
-def test_older_names_are_the_same_classes(old: str, new: str) -> None:
-    assert getattr(expstore.specs, old) is getattr(expstore.specs, new)
+    ]:
+        assert getattr(expstore, old) is getattr(expstore, new) is getattr(expstore.specs, new)

@@ -19,7 +19,6 @@ from expstore import (
     RandomSampler,
     ReplayBuffer,
     ReplayBufferEnsemble,
-    SliceSampler,
     TensorDictReplayBuffer,
     ZarrStorage,
 )
@@ -161,21 +160,6 @@ def test_stretches_are_not_tied_to_the_rows_drawn() -> None:
     row, step = (part[:, 0].numpy() for part in (lambda x: (x // 1000, x % 1000))(rb.sample()["x"]))
     counts = np.bincount(row * 10 + step, minlength=100)
     assert chi_square(counts, np.full(100, 0.01)) < limit_of(100)
-
-
-def test_slices_are_cropped_where_they_have_a_dim() -> None:
-    rb = TensorDictReplayBuffer(
-        storage=MemoryStorage(100, seed=1),
-        sampler=SliceSampler(slice_len=6),
-        batch_size=24,
-        transform=[lambda batch: batch.reshape(4, 6), RandomCropTensorDict(4)],
-    )
-    x = torch.arange(80)
-    rb.extend(TensorDict({"x": x, "next": {"done": (x % 20 == 19)[:, None]}}, [80]))
-    sample = rb.sample()
-    assert sample.shape == (4, 4)
-    assert (sample["x"].diff(dim=1) == 1).all()
-    assert (sample["x"] // 20 == (sample["x"] // 20)[:, :1]).all()
 
 
 def test_custom_transforms_receive_the_generator_of_the_draw() -> None:
