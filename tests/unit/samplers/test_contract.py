@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 import expstore
-from expstore import MemoryStorage, NotReadyError, StateError, TensorDictReplayBuffer
+from expstore import MemoryStorage, TensorDictReplayBuffer
 from expstore.core.draws import Draws
+from expstore.errors import NotReadyError, StateError
 from tests.support.draw_sequences import BATCH, CAPACITY, SAMPLERS, sampler_rows, short_rings
 from tests.support.forks import in_child
 
@@ -187,6 +188,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     return batches
 
 
+@pytest.mark.guarantee("draw/next")
 @pytest.mark.parametrize("end", ["close", "kill", "power cut after flush"])
 def test_a_restart_continues_with_the_next_batch(
     end: str, unbroken: dict[str, list[Any]], tmp_path: Path

@@ -11,14 +11,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from expstore import (
-    MemoryStorage,
-    NotReadyError,
-    PriorityError,
-    SchemaError,
-    StateError,
-    TensorDictReplayBuffer,
-)
+from expstore import MemoryStorage, TensorDictReplayBuffer
+from expstore.errors import NotReadyError, PriorityError, SchemaError, StateError
 from expstore.samplers import (
     ConsumingSampler,
     PrioritizedSampler,

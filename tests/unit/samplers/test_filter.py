@@ -23,16 +23,14 @@ import expstore
 from expstore import (
     ConsumingSampler,
     MemoryStorage,
-    NotReadyError,
     PrioritizedSampler,
-    QueryError,
     RandomSampler,
     RecencySampler,
     SamplerWithoutReplacement,
     StalenessAwareSampler,
-    StateError,
     TensorDictReplayBuffer,
 )
+from expstore.errors import NotReadyError, QueryError, StateError
 from expstore.samplers.base import Sampler
 from expstore.samplers.filter import Filter
 from expstore.sql.expressions import FACTS
@@ -203,6 +201,7 @@ def test_sources_and_trajectories_are_known() -> None:
 # -- what is evaluated, and when -----------------------------------------------------------------
 
 
+@pytest.mark.guarantee("draw/where")
 def test_rows_that_left_are_never_drawn_and_new_ones_join_soon(
     make: Callable[..., TensorDictReplayBuffer],
 ) -> None:
@@ -242,6 +241,7 @@ def test_without_a_candidate_a_draw_looks_at_what_is_new() -> None:
     assert int(rb.sample()["number"].min()) >= 150
 
 
+@pytest.mark.guarantee("draw/where")
 def test_changed_rows_follow_after_a_refresh(make: Callable[..., TensorDictReplayBuffer]) -> None:
     rb = make(RandomSampler(where="kind = 2"))
     rb.extend(rows(700))
@@ -346,6 +346,11 @@ def drawn_with(rb: TensorDictReplayBuffer, number: int) -> list[int]:
     return [*selection.ids.tolist(), *(w for one in weights for w in one)]
 
 
+@pytest.mark.guarantee(
+    "draw/where",
+    "With `where=` or `weight=`, a row that has left the store is never drawn; after `rb.refresh()`, "
+    "draws follow from the rows alone, to the bit.",
+)
 @pytest.mark.some(4)
 @pytest.mark.parametrize("capacity", [300, None])
 @pytest.mark.parametrize("kind", FILTERED)
@@ -530,6 +535,7 @@ def test_every_sampler_says_its_filter_and_refuses_the_state_of_another() -> Non
             other.load_state_dict(state)
 
 
+@pytest.mark.guarantee("process/forks")
 @pytest.mark.slow
 def test_a_fork_refuses_a_filter_that_does_not_fit_and_only_this_one(store_path: Path) -> None:
     refused = [in_memory(RandomSampler(where="nothing > 1")) for _ in range(8)]  # their order is not known

@@ -16,13 +16,13 @@ import expstore
 from expstore import (
     MemoryStorage,
     PrioritizedSampler,
-    PriorityError,
     RandomSampler,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
     ZarrStorage,
 )
 from expstore.core.draws import Draws
+from expstore.errors import PriorityError
 from tests.support.batches import numbered_rows
 
 ALPHA, BETA, EPS = 0.7, 0.5, 1e-8

@@ -10,7 +10,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from expstore import Schema, StateError, TensorDictReplayBuffer
+from expstore import Schema, TensorDictReplayBuffer
+from expstore.errors import StateError
 from expstore.samplers import PrioritizedSliceSampler, SliceSampler, SliceSamplerWithoutReplacement
 from expstore.samplers.slice_options import Slicing
 from expstore.storages.memory import MemoryStorage

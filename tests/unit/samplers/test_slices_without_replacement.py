@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tensordict import TensorDict
 
-from expstore import NotReadyError
+from expstore.errors import NotReadyError
 from expstore.samplers import SliceSamplerWithoutReplacement
 from tests.support.batches import trajectory_buffer, trajectory_rows
 

@@ -11,12 +11,8 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore import (
-    MemoryStorage,
-    NotReadyError,
-    StalenessAwareSampler,
-    TensorDictReplayBuffer,
-)
+from expstore import MemoryStorage, StalenessAwareSampler, TensorDictReplayBuffer
+from expstore.errors import NotReadyError
 
 
 def rows(versions: Any, first: int = 0) -> TensorDict:

@@ -395,7 +395,7 @@ def test_meaningless_arguments_are_refused() -> None:
         (lambda: expstore.MultiOneHot((3, 2)).encode([0, 1, 1]), ValueError, "takes 2 numbers"),
         (lambda: expstore.Unbounded(colour="red"), TypeError, "unrecognised kwargs"),
         (lambda: expstore.Unbounded(dtype=torch.complex64), TypeError, "use two values of torch.float32"),
-        (lambda: expstore.Choice([]), ValueError, "at least one"),
+        (lambda: expstore.specs.Choice([]), ValueError, "at least one"),
         (lambda: expstore.MultiCategorical((3,)).set_provisional_n(4), ValueError, "knows how many"),
         (
             lambda: expstore.MultiCategorical([[3, 2], [1, 4]], mask=torch.ones(5)),
@@ -445,7 +445,7 @@ def test_wide_integers_are_all_as_likely(low: int, high: int) -> None:
 
 def test_bounds_keep_to_smaller_dtypes() -> None:
     spec = expstore.Bounded(-math.inf, 1e30, shape=(2,)).to(torch.int8)
-    assert isinstance(spec, expstore.BoundedDiscrete)
+    assert isinstance(spec, expstore.specs.BoundedDiscrete)
     assert (spec.low.tolist(), spec.high.tolist()) == ([-128, -128], [127, 127])
     assert spec.project(torch.tensor([500.0, -1.6])).tolist() == [127, -2]
     assert expstore.Bounded(0, 1, shape=(), dtype=torch.bool).project(torch.tensor(3.0)).item() is True
@@ -672,7 +672,7 @@ def test_numbers_without_bounds_are_numbers_with_the_bounds_of_the_dtype() -> No
 
 
 def test_objects_have_specs() -> None:
-    spec = expstore.NonTensor(shape=(2, 3), example_data="go", feature_dims=1)
+    spec = expstore.specs.NonTensor(shape=(2, 3), example_data="go", feature_dims=1)
     assert repr(spec) == repr(torchrl.NonTensor(shape=(2, 3), example_data="go", feature_dims=1))
     assert spec.rand((4,)).tolist() == [[["go"] * 3] * 2] * 4
     assert spec.zero().batch_size == (2, 3)
@@ -691,16 +691,16 @@ def test_objects_have_specs() -> None:
     ]:
         assert (made.shape, made.example_data) == (shape, "go")
         assert made.rand().batch_size == shape
-    assert spec == spec.clone() != expstore.NonTensor(shape=(2, 3), example_data="stop", feature_dims=1)
-    assert expstore.NonTensor(shape=(3,), batched=True, example_data=1).rand().tolist() == [1, 1, 1]
-    assert expstore.NonTensor(shape=()).to_numpy("same", safe=True) == "same"
+    assert spec == spec.clone() != expstore.specs.NonTensor(shape=(2, 3), example_data="stop", feature_dims=1)
+    assert expstore.specs.NonTensor(shape=(3,), batched=True, example_data=1).rand().tolist() == [1, 1, 1]
+    assert expstore.specs.NonTensor(shape=()).to_numpy("same", safe=True) == "same"
     with pytest.raises(TypeError, match="describes objects"):
         spec.type_check(torch.ones(3))
 
 
 def test_a_choice_is_in_one_of_its_specs() -> None:
     low, high = expstore.Bounded(0, 1, shape=(2,)), expstore.Bounded(10, 11, shape=(2,))
-    spec = expstore.Choice([low, high])
+    spec = expstore.specs.Choice([low, high])
     assert repr(spec) == repr(torchrl.Choice([torchrl.Bounded(0, 1, shape=(2,))]))
     drawn = [spec.rand(generator=torch.Generator().manual_seed(seed)) for seed in range(20)]
     assert all(low.is_in(one) != high.is_in(one) for one in drawn)
@@ -708,17 +708,17 @@ def test_a_choice_is_in_one_of_its_specs() -> None:
     assert spec.project(torch.tensor([9.0, 9.0])).tolist() == [10, 10]
     assert spec.encode([10.5, 10.5]).tolist() == [10.5, 10.5]
     assert spec.expand(3, 2).rand().shape == (3, 2)
-    assert spec.unbind(0)[0] == expstore.Choice([low[0], high[0]])
+    assert spec.unbind(0)[0] == expstore.specs.Choice([low[0], high[0]])
     assert (spec.num_choices, spec.cardinality()) == (2, math.inf)
-    assert spec == spec.clone() != expstore.Choice([low])
+    assert spec == spec.clone() != expstore.specs.Choice([low])
     assert (spec.zero().tolist(), spec.one().tolist()) == ([0, 0], [1, 1])
-    numbers = expstore.Choice([expstore.Categorical(2), expstore.Categorical(3)])
+    numbers = expstore.specs.Choice([expstore.Categorical(2), expstore.Categorical(3)])
     assert [int(one) for one in numbers.enumerate()] == [0, 1, 0, 1, 2]
     assert numbers.cardinality() == 5
 
 
 def test_a_choice_is_one_of_its_objects() -> None:
-    spec = expstore.Choice([NonTensorData(word) for word in "abc"])
+    spec = expstore.specs.Choice([NonTensorData(word) for word in "abc"])
     drawn = {spec.rand(generator=torch.Generator().manual_seed(seed)).data for seed in range(30)}
     assert drawn == set("abc")
     assert spec.rand((4,)).batch_size == (4,)
@@ -727,7 +727,7 @@ def test_a_choice_is_one_of_its_objects() -> None:
     assert [one.data for one in spec.enumerate()] == list("abc")
     assert spec.cardinality() == spec.num_choices == 3
     assert spec.one().data == "b"
-    assert spec == spec.clone() != expstore.Choice([NonTensorData(word) for word in "abd"])
+    assert spec == spec.clone() != expstore.specs.Choice([NonTensorData(word) for word in "abd"])
 
 
 def test_older_names_are_the_same_classes() -> None:

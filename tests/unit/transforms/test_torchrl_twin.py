@@ -126,7 +126,7 @@ def test_without_torchrl_they_name_the_way(monkeypatch: pytest.MonkeyPatch) -> N
     frames: Any = CatFrames(2, dim=-1)
     assert not hasattr(frames, "parent")
     assert type(frames) is frames.__class__
-    with pytest.raises(expstore.StateError, match="append_transform.*pip install torchrl"):
+    with pytest.raises(expstore.errors.StateError, match="append_transform.*pip install torchrl"):
         frames({})
     with pytest.raises(MissingMemberError, match="__length__"):
         frames.__length__  # noqa: B018
@@ -165,5 +165,5 @@ def test_rewards_to_go_of_rows_that_are_trajectories(gamma: float) -> None:
     with pytest.raises(NotFoundError, match=r"no field 'next\.over'"):
         rb.sample()
     rb.append_transform(NextStateReconstructor(["observation"]))
-    with pytest.raises(expstore.SchemaError, match="one step per row"):
+    with pytest.raises(expstore.errors.SchemaError, match="one step per row"):
         rb.sample()
