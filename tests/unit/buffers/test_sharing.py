@@ -194,6 +194,12 @@ def test_some_lanes_are_reset(rb: TensorDictReplayBuffer, worker: TensorDictRepl
     assert found == [("env", 4, None), ("env//1", 3, None), ("env//1", 1, '{"seed": 5}')]
 
 
+def test_flush_syncs_the_store(rb: TensorDictReplayBuffer, worker: TensorDictReplayBuffer) -> None:
+    worker.extend(numbered_rows(100))
+    worker.flush()
+    assert rb.stats()["unsynced_rows"] == 0
+
+
 def test_each_worker_is_a_session_of_its_own(rb: TensorDictReplayBuffer) -> None:
     with copy_of(rb) as one, copy_of(rb) as other:
         for start in range(0, 30, 10):
