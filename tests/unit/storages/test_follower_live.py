@@ -25,7 +25,7 @@ from expstore.errors import NotReadyError, StateError
 from expstore.storages import FollowerStorage, ZarrStorage
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.engine.open_store import OpenStore
-from expstore.storages.engine.store import Store
+from expstore.storages.engine.store import Store, _BatchWrite
 from expstore.storages.format.control_page import StatePage
 from tests.support.damaged_stores import flip
 from tests.support.followed_stores import check_rows, contents, rows
@@ -426,6 +426,36 @@ def test_after_a_power_cut_new_rows_have_their_first_priority(
             restart_machine(monkeypatch)
         with expstore.open(store_path, mode="r") as seen:
             assert seen.storage.priorities.values[:20].tolist() == [*range(10), *newer]
+
+
+def test_after_a_power_cut_in_an_extend_longer_than_the_ring(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_spare_slots(monkeypatch, 10)
+
+    def work() -> None:
+        rb = expstore.open(store_path, capacity=4000)
+        stop_background(rb)
+        rb.extend(rows(20))
+        rb.flush()
+        append_record = _BatchWrite.append_record
+
+        def record_and_die(*args: Any) -> int:
+            # Such an extend ends with a sync.
+            die = lambda store: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+            rb.storage.checkpoints._checkpoint = die  # type: ignore[attr-defined]
+            return append_record(*args)
+
+        monkeypatch.setattr(_BatchWrite, "append_record", record_and_die)
+        rb.extend(rows(90_000, 20))
+
+    in_child(work)
+    restart_machine(monkeypatch)
+    for mode in ("r", "a"):
+        with expstore.open(store_path, mode=mode) as rb:  # type: ignore[arg-type]
+            assert sorted(rb["a"].tolist()) == list(range(86_020, 90_020))
+            slots = rb.storage.geometry.slot_of(rb.storage.window.ids())
+            assert (rb.storage.priorities.values[slots] == 1.0).all()
 
 
 def test_after_a_power_cut_a_lost_shard_of_priorities_is_made_again(
