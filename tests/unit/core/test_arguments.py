@@ -13,17 +13,17 @@ from expstore.core.arguments import check_whole, refuse_unknown
 from expstore.errors import ArgumentError
 
 
-@pytest.mark.parametrize("value", [3, 3.0, np.int32(3), np.float64(3), np.float32(3)])
-def test_whole_numbers_are_integers(value: Any) -> None:
-    found = check_whole("n", value)
-    assert found == 3
-    assert type(found) is int
+def test_whole_numbers_are_integers() -> None:
+    for value in [3, 3.0, np.int32(3), np.float64(3), np.float32(3)]:
+        found = check_whole("n", value)
+        assert found == 3
+        assert type(found) is int
 
 
-@pytest.mark.parametrize("value", [1.5, "3", None, math.nan, math.inf, [3]])
-def test_other_values_are_refused(value: Any) -> None:
-    with pytest.raises(ArgumentError, match="n must be an integer, got"):
-        check_whole("n", value)
+def test_other_values_are_refused() -> None:
+    for value in [1.5, "3", None, math.nan, math.inf, [3]]:
+        with pytest.raises(ArgumentError, match="n must be an integer, got"):
+            check_whole("n", value)
 
 
 @refuse_unknown({"prefetch": "batches"})
@@ -37,20 +37,17 @@ def test_known_keywords_are_passed_on() -> None:
     assert [*inspect.signature(make).parameters] == ["path", "capacity", "batches"]
 
 
-@pytest.mark.parametrize(
-    ("keywords", "hint"),
-    [
+def test_unknown_keywords_name_the_nearest() -> None:
+    for keywords, hint in [
         ({"max_size": 5}, "use capacity=5"),
         ({"capcity": 5}, "use capacity=5"),
         ({"prefetch": 5}, "use batches={'prefetch': 5}"),
         ({"prefech": 5}, "use batches={'prefetch': 5}"),
         ({"zzz": 5}, "it has path, capacity, batches"),
         ({"capcity": "x" * 99}, "use capacity=..."),
-    ],
-)
-def test_unknown_keywords_name_the_nearest(keywords: dict[str, Any], hint: str) -> None:
-    with pytest.raises(ArgumentError) as caught:
-        make("a", **keywords)
-    (name,) = keywords
-    assert caught.value.message == f"make() got an unexpected keyword argument {name!r}"
-    assert caught.value.hint == hint
+    ]:
+        with pytest.raises(ArgumentError) as caught:
+            make("a", **keywords)
+        (name,) = keywords
+        assert caught.value.message == f"make() got an unexpected keyword argument {name!r}"
+        assert caught.value.hint == hint

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import pytest
 
 from expstore.core.casts import cast_floats, find_lost
 
 
-@pytest.mark.parametrize(
-    ("values", "dtype", "lost"),
-    [
+def test_lost_numbers_are_found() -> None:
+    for values, dtype, lost in [
         (np.array([1, 2**53 + 1, 2**53 + 3]), "float64", 2**53 + 1),
         (np.array([-(2**53) - 1]), "float64", -(2**53) - 1),
         (np.array([2**63 - 1]), "float64", 2**63 - 1),
@@ -22,15 +18,12 @@ from expstore.core.casts import cast_floats, find_lost
         (np.array([2**24 + 1]), "complex64", 2**24 + 1),
         (np.array([0.1, -1e300]), "float32", -1e300),
         (np.array([1e5], np.float32), "float16", 1e5),
-    ],
-)
-def test_lost_numbers_are_found(values: Any, dtype: str, lost: Any) -> None:
-    assert find_lost(values, cast_floats(values, dtype)) == lost
+    ]:
+        assert find_lost(values, cast_floats(values, dtype)) == lost
 
 
-@pytest.mark.parametrize(
-    ("values", "dtype"),
-    [
+def test_rounded_floats_and_exact_integers_are_not_lost() -> None:
+    for values, dtype in [
         (np.array([2**53, 2**62, -(2**63), 0]), "float64"),
         (np.array([2**63], np.uint64), "float64"),
         (np.array([-(2**15)], np.int16), "float32"),
@@ -38,7 +31,5 @@ def test_lost_numbers_are_found(values: Any, dtype: str, lost: Any) -> None:
         (np.array([True]), "float16"),
         (np.array([1.5]), "int64"),
         (np.array([], np.int64), "float64"),
-    ],
-)
-def test_rounded_floats_and_exact_integers_are_not_lost(values: Any, dtype: str) -> None:
-    assert find_lost(values, cast_floats(values, dtype)) is None
+    ]:
+        assert find_lost(values, cast_floats(values, dtype)) is None

@@ -50,14 +50,13 @@ def test_another_digest_is_refused() -> None:
         assert caught.value.kind == "key_reused"
 
 
-@pytest.mark.parametrize(
-    ("name", "digest", "error"),
-    [("", None, ValueError), (b"", None, ValueError), (3, None, TypeError), ("a", b"x", ValueError),
-     ("a", "x" * 16, TypeError), ("a", b"", ValueError)],
-)  # fmt: skip
-def test_invalid_keys_are_refused(name: object, digest: object, error: type[Exception]) -> None:
-    with pytest.raises(error):
-        WriteKey.of(name, digest)  # type: ignore[arg-type]
+def test_invalid_keys_are_refused() -> None:
+    for name, digest, error in [
+        ("", None, ValueError), (b"", None, ValueError), (3, None, TypeError), ("a", b"x", ValueError),
+        ("a", "x" * 16, TypeError), ("a", b"", ValueError),
+    ]:  # fmt: skip
+        with pytest.raises(error):
+            WriteKey.of(name, digest)  # type: ignore[arg-type]
 
 
 def test_the_newest_ones_are_known(few: WriteKeys) -> None:

@@ -8,6 +8,7 @@ import pytest
 from expstore.core.moments import Moments
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "int64", "uint64", "float16", "float32", "float64"])
 @pytest.mark.parametrize("shape", [(), (1,), (3, 2)])
 def test_parts_merge_to_the_whole(dtype: str, shape: tuple[int, ...]) -> None:

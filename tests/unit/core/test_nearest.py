@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
-
 from expstore.core.nearest import list_nearest_first, nearest, suggest
 
 FIELDS = ["observation", "next.observation", "next.reward", "Action"]
 
 
-@pytest.mark.parametrize(
-    ("name", "found"),
-    [
+def test_the_nearest_name() -> None:
+    for name, found in [
         ("observation", "observation"),
         ("reward", "next.reward"),
         ("rewrd", "next.reward"),
@@ -21,11 +18,9 @@ FIELDS = ["observation", "next.observation", "next.reward", "Action"]
         ("action", "Action"),
         ("qqqq", None),
         ("", None),
-    ],
-)
-def test_the_nearest_name(name: str, found: str | None) -> None:
-    assert nearest(name, FIELDS) == found
-    assert nearest(name, []) is None
+    ]:
+        assert nearest(name, FIELDS) == found
+        assert nearest(name, []) is None
 
 
 def test_hints_have_the_nearest_name_first() -> None:

@@ -23,30 +23,32 @@ def require_layout(dtype: str, *shape: int) -> ImageLayout:
     return layout
 
 
-@pytest.mark.parametrize(("dtype", "shape", "name", "size", "channels"), [
-    ("uint8", (84, 80), "HW", (84, 80), 1),
-    ("uint8", (84, 80, 3), "HWC", (84, 80), 3),
-    ("uint8", (84, 80, 1), "HWC", (84, 80), 1),
-    ("uint8", (3, 84, 80), "CHW", (84, 80), 3),
-    ("uint8", (4, 84, 80), "stacked", (84, 80), 1),
-    ("uint8", (84, 80, 4), "stacked", (84, 80), 1),
-    ("uint8", (9, 84, 80), "stacked", (84, 80), 3),
-    ("float32", (84, 80, 3), "HWC", (84, 80), 3),
-    ("bfloat16", (1, 8, 8), "CHW", (8, 8), 1),
-])  # fmt: skip
-def test_layouts(dtype: str, shape: tuple[int, ...], name: str, size: tuple[int, int], channels: int) -> None:
-    layout = require_layout(dtype, *shape)
-    assert (layout.name, layout.size(None), layout.channels) == (name, size, channels)
+def test_layouts() -> None:
+    for dtype, shape, name, size, channels in [
+        ("uint8", (84, 80), "HW", (84, 80), 1),
+        ("uint8", (84, 80, 3), "HWC", (84, 80), 3),
+        ("uint8", (84, 80, 1), "HWC", (84, 80), 1),
+        ("uint8", (3, 84, 80), "CHW", (84, 80), 3),
+        ("uint8", (4, 84, 80), "stacked", (84, 80), 1),
+        ("uint8", (84, 80, 4), "stacked", (84, 80), 1),
+        ("uint8", (9, 84, 80), "stacked", (84, 80), 3),
+        ("float32", (84, 80, 3), "HWC", (84, 80), 3),
+        ("bfloat16", (1, 8, 8), "CHW", (8, 8), 1),
+    ]:
+        layout = require_layout(dtype, *shape)
+        assert (layout.name, layout.size(None), layout.channels) == (name, size, channels)
 
 
-@pytest.mark.parametrize(("dtype", "shape"), [
-    ("uint8", ()), ("uint8", (84,)), ("uint8", (84, 7)), ("uint8", (2, 3, 84, 84)), ("int64", (84, 84)),
-    ("float32", (84, 84)), ("float32", (4, 84, 84)), ("bool", (84, 84)), ("float64", (50, 14)),
-])  # fmt: skip
-def test_other_fields_are_no_images(dtype: str, shape: tuple[int, ...]) -> None:
-    assert layout_of(dtype, *shape) is None
+def test_other_fields_are_no_images() -> None:
+    for dtype, shape in [
+        ("uint8", ()), ("uint8", (84,)), ("uint8", (84, 7)), ("uint8", (2, 3, 84, 84)),
+        ("int64", (84, 84)), ("float32", (84, 84)), ("float32", (4, 84, 84)), ("bool", (84, 84)),
+        ("float64", (50, 14)),
+    ]:  # fmt: skip
+        assert layout_of(dtype, *shape) is None
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("max_side", [None, 1000, 84, 83, 42, 30, 21, 5, 1])
 @pytest.mark.parametrize("shape", [(84, 60), (84, 60, 3), (3, 84, 60), (4, 84, 60)])
 def test_pictures_are_as_small_as_asked(shape: tuple[int, ...], max_side: int | None) -> None:
@@ -71,6 +73,7 @@ def test_cells_are_averaged() -> None:
     assert to_pixels(shrink_rows(long, require_layout("uint8", 8, 2000), 10)).shape == (1, 1, 10, 1)
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize(("low", "high", "expected"), [
     (0.0, 1.0, (0, 255)), (-1.0, 1.0, (0, 255)), (0.0, 255.0, (0, 255)), (-3.0, 300.0, (0, 255)),
     (0.0, 0.5, (0, 128)), (-0.5, 0.5, (64, 191)), (5.0, 5.0, (5, 5)), (300.0, 300.0, (0, 0)),
@@ -94,10 +97,10 @@ def test_values_that_are_not_finite_are_black() -> None:
     assert not to_pixels(shrink_rows(values, require_layout("float32", 8, 8, 3))).any()
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (7, 5, 3), (64, 33, 1)])
-def test_png_files(shape: tuple[int, ...]) -> None:
-    picture = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
-    image = Image.open(io.BytesIO(encode_png(picture)))
-    image.verify()
-    image = Image.open(io.BytesIO(encode_png(picture)))
-    np.testing.assert_array_equal(np.asarray(image).reshape(shape), picture)
+def test_png_files() -> None:
+    for shape in [(1, 1, 1), (7, 5, 3), (64, 33, 1)]:
+        picture = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+        image = Image.open(io.BytesIO(encode_png(picture)))
+        image.verify()
+        image = Image.open(io.BytesIO(encode_png(picture)))
+        np.testing.assert_array_equal(np.asarray(image).reshape(shape), picture)

@@ -55,6 +55,7 @@ def test_the_memory_of_a_column_is_that_of_its_tensor() -> None:
     assert nested.offsets().dtype is torch.int64
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("shape", [(None,), (None, 3), (None, None), (2, None)])
 @pytest.mark.parametrize("rows", [0, 3])
 def test_columns_without_values(shape: tuple[int | None, ...], rows: int) -> None:
@@ -79,17 +80,14 @@ def _no_rows() -> torch.Tensor:
     return torch.nested.nested_tensor_from_jagged(torch.zeros(0, 3), torch.zeros(1, dtype=torch.int64))
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
+def test_tensors_that_make_no_column() -> None:
+    for rows in [
         [torch.zeros(1), torch.zeros(2, dtype=torch.int64)],
         [torch.zeros(1), torch.zeros(2, 2)],
         [torch.zeros(1, dtype=torch.complex128), torch.zeros(2, dtype=torch.complex128)],
-    ],
-)
-def test_tensors_that_make_no_column(rows: list[torch.Tensor]) -> None:
-    with pytest.raises(SchemaError, match=r"next\.tokens"):
-        from_tensors(KEY, rows)
+    ]:
+        with pytest.raises(SchemaError, match=r"next\.tokens"):
+            from_tensors(KEY, rows)
 
 
 def test_gradients_and_later_changes_stay_outside() -> None:

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import pytest
 
 from expstore.data.row_cells import Cells, compile_put, nest
 
 DTYPES = ("bool", "int8", "uint8", "int64", "uint64", "float16", "float32", "float64", "complex64")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_numbers_are_stored_as_numpy_does_it(dtype: str) -> None:
-    rows, wanted = np.zeros(3, dtype), np.zeros(3, dtype)
-    put = compile_put([Cells.of(rows, takes_numbers=True)])
-    kind = np.dtype(dtype).kind
-    numbers = [np.dtype(dtype).type(1), np.array(1, dtype)]
-    numbers += {"b": [True, False], "i": [0, -5], "u": [5], "f": [0.1, -2.0, float("inf")]}.get(kind, [])
-    for number in numbers:
-        if number == float("inf"):
-            assert not put(1, number)  # it takes a closer look
-            continue
-        assert put(1, number)
-        wanted[1] = number
-        assert rows.tobytes() == wanted.tobytes()
+def test_numbers_are_stored_as_numpy_does_it() -> None:
+    for dtype in DTYPES:
+        rows, wanted = np.zeros(3, dtype), np.zeros(3, dtype)
+        put = compile_put([Cells.of(rows, takes_numbers=True)])
+        kind = np.dtype(dtype).kind
+        numbers = [np.dtype(dtype).type(1), np.array(1, dtype)]
+        numbers += {"b": [True, False], "i": [0, -5], "u": [5], "f": [0.1, -2.0, float("inf")]}.get(kind, [])
+        for number in numbers:
+            if number == float("inf"):
+                assert not put(1, number)  # it takes a closer look
+                continue
+            assert put(1, number)
+            wanted[1] = number
+            assert rows.tobytes() == wanted.tobytes()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "value"),
-    [
+def test_values_that_need_checks_are_refused() -> None:
+    for dtype, value in [
         ("int8", 200),
         ("uint8", -1),
         ("int64", 2**63),
@@ -47,21 +43,19 @@ def test_numbers_are_stored_as_numpy_does_it(dtype: str) -> None:
         ("float32", np.zeros(1, np.float32)),
         ("float32", "1"),
         ("float32", None),
-    ],
-)
-def test_values_that_need_checks_are_refused(dtype: str, value: Any) -> None:
-    assert not compile_put([Cells.of(np.zeros(2, dtype), takes_numbers=True)])(0, value)
+    ]:
+        assert not compile_put([Cells.of(np.zeros(2, dtype), takes_numbers=True)])(0, value)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_an_array_of_one_value_may_have_any_shape(dtype: str) -> None:
-    rows = np.zeros(3, dtype)
-    put = compile_put([Cells.of(rows, takes_numbers=True, any_shape=True)])
-    for row, shape in enumerate([(), (1,), (1, 1)]):
-        assert put(row, np.ones(shape, dtype))
-    assert rows.tolist() == np.ones(3, dtype).tolist()
-    for wrong in (np.ones(2, dtype), np.ones(0, dtype), np.ones(1, ">i2")):
-        assert not put(0, wrong)
+def test_an_array_of_one_value_may_have_any_shape() -> None:
+    for dtype in DTYPES:
+        rows = np.zeros(3, dtype)
+        put = compile_put([Cells.of(rows, takes_numbers=True, any_shape=True)])
+        for row, shape in enumerate([(), (1,), (1, 1)]):
+            assert put(row, np.ones(shape, dtype))
+        assert rows.tolist() == np.ones(3, dtype).tolist()
+        for wrong in (np.ones(2, dtype), np.ones(0, dtype), np.ones(1, ">i2")):
+            assert not put(0, wrong)
 
 
 def test_arrays_have_just_the_dtype_and_shape() -> None:

@@ -259,9 +259,8 @@ def test_rows_may_be_texts_alone() -> None:
     assert rb[2] == "é"
 
 
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
+def test_trees_that_are_not_rows_are_refused() -> None:
+    for data, words in [
         ({"a": ["x", "y"], "b": torch.zeros(3)}, "field 'a' has 2 rows, 'b' has 3 rows"),
         ({"a": ["x", "y"], "b": ["z"]}, "field 'b' has 1 rows, 'a' has 2 rows"),
         ({"a": "x", "b": torch.zeros(3)}, "got str at 'a'"),
@@ -270,14 +269,12 @@ def test_rows_may_be_texts_alone() -> None:
         ({"a": [torch.zeros(2), torch.zeros(2, 2)]}, "tensors of different kinds"),
         ({"a": [torch.zeros(2), torch.zeros(3, dtype=torch.int64)]}, "tensors of different kinds"),
         ([{"a": "x"}, {"a": "y", "b": 1}], "not all rows have"),
-    ],
-)
-def test_trees_that_are_not_rows_are_refused(data: Any, words: str) -> None:
-    rb = trees()
-    with pytest.raises((SchemaError, StackError), match=words):
-        rb.extend(data)
-    assert len(rb) == 0
-    assert rb.storage.schema is None
+    ]:
+        rb = trees()
+        with pytest.raises((SchemaError, StackError), match=words):
+            rb.extend(data)
+        assert len(rb) == 0
+        assert rb.storage.schema is None
 
 
 def test_without_types_a_list_in_a_tree_is_still_a_tree() -> None:
@@ -305,20 +302,26 @@ def test_without_types_values_stay_objects() -> None:
 # -- what types are inferred, and what does not fit ----------------------------------------------------
 
 
-@pytest.mark.parametrize("values", [[None, None], [[], []], [{"a": None}, {"a": None}]])
-def test_a_first_batch_of_nothing_says_what_to_do(values: list[Any]) -> None:
-    rb = typed()
-    batch = TensorDict({"x": torch.zeros(2), "next": {"a": NonTensorStack(*map(NonTensorData, values))}}, [2])
-    with pytest.raises(SchemaError, match=r"'next\.a' has only None") as found:
+def test_a_first_batch_of_nothing_says_what_to_do() -> None:
+    for values in [[None, None], [[], []], [{"a": None}, {"a": None}]]:
+        rb = typed()
+        batch = TensorDict(
+            {"x": torch.zeros(2), "next": {"a": NonTensorStack(*map(NonTensorData, values))}}, [2]
+        )
+        with pytest.raises(SchemaError, match=r"'next\.a' has only None") as found:
+            rb.extend(batch)
+        assert "schema=" in found.value.hint
+        assert rb.storage.schema is None
+        full = (
+            {"a": "b"}
+            if values[0] and isinstance(values[0], dict)
+            else ["b"]
+            if values[0] is not None
+            else "b"
+        )
+        rb.extend(TensorDict({"x": torch.zeros(1), "next": {"a": NonTensorStack(NonTensorData(full))}}, [1]))
         rb.extend(batch)
-    assert "schema=" in found.value.hint
-    assert rb.storage.schema is None
-    full = (
-        {"a": "b"} if values[0] and isinstance(values[0], dict) else ["b"] if values[0] is not None else "b"
-    )
-    rb.extend(TensorDict({"x": torch.zeros(1), "next": {"a": NonTensorStack(NonTensorData(full))}}, [1]))
-    rb.extend(batch)
-    assert list(rb["next", "a"])[1:] == values
+        assert list(rb["next", "a"])[1:] == values
 
 
 def test_a_schema_says_what_batches_cannot() -> None:

@@ -98,23 +98,40 @@ def matching(rb: TensorDictReplayBuffer, where: str) -> list[int]:
 # -- the law -------------------------------------------------------------------------------------
 
 
+#: A sampler, and the masses that it gives to numbers from 260 to 459.
+MASSES: dict[str, tuple[Callable[[], Sampler], Callable[[NDArray[Any]], NDArray[Any]]]] = {
+    "both": (
+        lambda: RandomSampler(where="kind IN (1, 2, 5)", weight="next.reward * 2 + 1"),
+        lambda number: np.isin(number % 7, [1, 2, 5]) * (number % 7 + 1),
+    ),
+    "null": (lambda: RandomSampler(weight="nullif(kind, 3)"), lambda number: number % 7 * (number % 7 != 3)),
+    "newest": (
+        lambda: RecencySampler(None, 60, where="kind != 3", weight="kind + 1"),
+        lambda number: (number % 7 != 3) * (number % 7 + 1) * (number >= 400),
+    ),
+    "half-life": (
+        lambda: RecencySampler(3.0, where="kind != 3", weight="kind + 1"),
+        lambda number: (number % 7 != 3) * (number % 7 + 1) * 0.5 ** ((459 - number) / 3),
+    ),
+    "however old": (
+        lambda: RecencySampler(0.05, where="number < 280"),
+        lambda number: (number < 280) * 0.5 ** np.clip((279 - number) / 0.05, 0, 1000),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MASSES)
 def test_rows_that_match_are_drawn_in_proportion_to_their_weights(
-    make: Callable[..., TensorDictReplayBuffer],
+    make: Callable[..., TensorDictReplayBuffer], name: str
 ) -> None:
-    rb = make(RandomSampler(where="kind IN (1, 2, 5)", weight="next.reward * 2 + 1"))
-    rb.extend(rows(2500))  # the ring wraps
+    sampler, mass = MASSES[name]
+    rb = make(sampler(), 200)
+    rb.extend(rows(300))  # the ring wraps
+    rb.sample()
+    rb.extend(rows(160, start=300))
     rb.refresh()
-    numbers = np.arange(1500, 2500)
-    kinds = numbers % 7
-    check_distribution(rb, numbers, np.isin(kinds, [1, 2, 5]) * (kinds + 1))
-    rb.close()
-
-
-def test_a_weight_alone_and_null_weights(make: Callable[..., TensorDictReplayBuffer]) -> None:
-    rb = make(RandomSampler(weight="nullif(kind, 3)"))
-    rb.extend(rows(50))
-    kinds = np.arange(50) % 7
-    check_distribution(rb, np.arange(50), np.where(kinds == 3, 0, kinds))
+    numbers = np.arange(260, 460)
+    check_distribution(rb, numbers, mass(numbers))
     rb.close()
 
 
@@ -138,13 +155,6 @@ def test_priorities_are_multiplied_and_their_weights_are_of_the_candidates(
     expected = (drawn / mass[mass > 0].min()) ** -0.5
     np.testing.assert_allclose(batch["priority_weight"].numpy(), expected, rtol=1e-5)
     rb.close()
-
-
-def test_priority_weight_undoes_a_weight() -> None:
-    rb = in_memory(PrioritizedSampler(alpha=0.0, beta=1.0, weight="kind + 1"))
-    rb.extend(rows(700))
-    batch = rb.sample(1000)
-    np.testing.assert_allclose(batch["priority_weight"].numpy(), 1 / (batch["kind"].numpy() + 1), rtol=1e-6)
 
 
 @pytest.mark.some(3)
@@ -569,34 +579,6 @@ def test_the_thread_ends_with_the_store_and_holds_nothing() -> None:
 
 
 # -- the other samplers --------------------------------------------------------------------------
-
-
-@pytest.mark.some(4)
-@pytest.mark.parametrize("half_life", [None, 3.0, 40.0, 0.004])
-@pytest.mark.parametrize("newest", [None, 60])
-def test_recency_is_multiplied(
-    make: Callable[..., TensorDictReplayBuffer], half_life: float | None, newest: int | None
-) -> None:
-    sampler = RecencySampler(half_life, newest, where="kind != 3", weight="kind + 1")
-    rb = make(sampler, 200)
-    rb.extend(rows(150))
-    rb.sample()
-    rb.extend(rows(310, start=150))
-    rb.refresh()
-    numbers = np.arange(260, 460)
-    kinds, ages = numbers % 7, 459 - numbers
-    mass = np.where(kinds == 3, 0.0, kinds + 1.0) * (ages < (newest or 1000))
-    if half_life is not None:
-        mass *= 0.5 ** np.minimum(ages / half_life, 1000)
-    check_distribution(rb, numbers, mass)
-    rb.close()
-
-
-def test_recency_draws_what_matches_however_old_it_is() -> None:
-    rb = in_memory(RecencySampler(0.5, where="number < 21"), 5000)
-    rb.extend(rows(4000))
-    numbers = np.arange(21)
-    check_distribution(rb, numbers, 0.5 ** ((20 - numbers) / 0.5))
 
 
 def test_recency_with_a_wider_window_looks_back_again() -> None:

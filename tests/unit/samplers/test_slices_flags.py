@@ -154,6 +154,7 @@ def complaint(act: Callable[[], Any]) -> tuple[list[type], str]:
     )
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("options", "size"),
     [

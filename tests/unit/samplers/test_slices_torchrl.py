@@ -22,7 +22,6 @@ from tests.support.counting_env import Counting, Make
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # some of its modules use what other ones call deprecated
-    from torchrl import data as theirs
     from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torchrl")
@@ -148,22 +147,6 @@ def test_all_slices_come_and_no_others(stream: Stream, by: str, store_path: Path
             if number == len(stream.batches) // 2:
                 reached(rb.sample, 1)  # and goes on from there
         assert reached(rb.sample) == there
-
-
-@pytest.mark.some(2)
-def test_torchrl_on_the_same_data(stream: Stream) -> None:
-    """It looks at neighbours in the storage: slices that go over a seam of batches are not among its own."""
-    torch.manual_seed(1)
-    rb = theirs.TensorDictReplayBuffer(
-        storage=theirs.LazyTensorStorage(1002, ndim=stream.ndim),
-        sampler=theirs.SliceSampler(slice_len=LENGTH, traj_key=("collector", "traj_ids")),
-        dim_extend=stream.ndim - 1,
-    )
-    for batch in stream.batches:
-        rb.extend(batch)
-    found = reached(rb.sample)
-    there = stream.slices()
-    assert found < there if stream.seams else found == there, f"{len(found)} of {len(there)}"
 
 
 def test_two_collectors_of_one_store_do_not_mix(forking: None, store_path: Path) -> None:

@@ -6,7 +6,6 @@ import itertools
 import threading
 
 import numpy as np
-import pytest
 import torch
 
 from expstore import SamplerWithoutReplacement, TensorDictReplayBuffer
@@ -31,12 +30,12 @@ def test_every_order_is_as_likely() -> None:
     assert chi_square < 53, "23 degrees of freedom: the 99.97 % quantile"
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 64, 65, 1000, 20_000])
-def test_large_passes_are_permutations_too(size: int) -> None:
-    whole = permute(np.arange(size), size, key=(1, 2))
-    np.testing.assert_array_equal(np.sort(whole), np.arange(size))
-    part = np.random.default_rng(0).integers(0, size, 50)
-    np.testing.assert_array_equal(permute(part, size, key=(1, 2)), whole[part])
+def test_large_passes_are_permutations_too() -> None:
+    for size in [1, 2, 3, 64, 65, 1000, 20_000]:
+        whole = permute(np.arange(size), size, key=(1, 2))
+        np.testing.assert_array_equal(np.sort(whole), np.arange(size))
+        part = np.random.default_rng(0).integers(0, size, 50)
+        np.testing.assert_array_equal(permute(part, size, key=(1, 2)), whole[part])
 
 
 def test_large_passes_are_shuffled_well() -> None:

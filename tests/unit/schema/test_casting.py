@@ -27,9 +27,8 @@ def tensors(dtype: str, shape: tuple[int | None, ...], rows: list[tuple[int, ...
     return join(Ragged(dtype, shape), flat, shapes), arrow_dtype(ragged_text(dtype, shape))
 
 
-@pytest.mark.parametrize(
-    ("given", "wanted", "values"),
-    [
+def test_tensors_are_widened() -> None:
+    for given, wanted, values in [
         (tensors("int32", (None,), [(2,), (0,)]), ("int64", (None,)), [[0, 1], []]),
         (tensors("int32", (None,), [(2,), (0,)]), ("float64", (None,)), [[0.0, 1.0], []]),
         (tensors("bool", (None,), [(2,), (0,)]), ("uint8", (None,)), [[0, 1], []]),
@@ -39,16 +38,13 @@ def tensors(dtype: str, shape: tuple[int | None, ...], rows: list[tuple[int, ...
             [{"data": [0, 1], "shape": [1, 2]}, {"data": [2, 3, 4, 5], "shape": [2, 2]}],
         ),
         (tensors("int8", (None, None), [(1, 2), (2, 2)]), ("int8", (None, 2)), [[[0, 1]], [[2, 3], [4, 5]]]),
-    ],
-)
-def test_tensors_are_widened(given: tuple[Any, str], wanted: tuple[Any, Any], values: list[Any]) -> None:
-    column, dtype = given
-    assert fit_arrow(KEY, ragged_text(*wanted), column, dtype).to_pylist() == values
+    ]:
+        column, dtype = given
+        assert fit_arrow(KEY, ragged_text(*wanted), column, dtype).to_pylist() == values
 
 
-@pytest.mark.parametrize(
-    ("given", "wanted"),
-    [
+def test_tensors_that_may_lose_something_are_refused() -> None:
+    for given, wanted in [
         (tensors("int64", (None,), [(2,), (0,)]), ("int32", (None,))),
         (tensors("float64", (None,), [(2,), (0,)]), ("float32", (None,))),
         (tensors("uint16", (None,), [(2,), (0,)]), ("bfloat16", (None,))),
@@ -58,12 +54,10 @@ def test_tensors_are_widened(given: tuple[Any, str], wanted: tuple[Any, Any], va
         (tensors("int8", (None, 2), [(1, 2), (2, 2)]), ("int8", (None, 3))),
         (tensors("int8", (None, None), [(1, 2), (2, 3)]), ("int8", (None, 2))),
         (tensors("int8", (None, None), [(1, 2), (2, 3)]), ("int8", (1, None))),
-    ],
-)
-def test_tensors_that_may_lose_something_are_refused(given: tuple[Any, str], wanted: tuple[Any, Any]) -> None:
-    column, dtype = given
-    with pytest.raises(SchemaError, match=r"next\.field'?: expected .*got"):
-        fit_arrow(KEY, ragged_text(*wanted), column, dtype)
+    ]:
+        column, dtype = given
+        with pytest.raises(SchemaError, match=r"next\.field'?: expected .*got"):
+            fit_arrow(KEY, ragged_text(*wanted), column, dtype)
 
 
 def test_integers_that_floats_would_round_are_refused() -> None:
@@ -86,9 +80,8 @@ def test_tensor_types_unknown_to_arrow_are_not_lists_of_numbers(dtype: str) -> N
         fit_arrow(KEY, type_text(column.type), column, name)
 
 
-@pytest.mark.parametrize(
-    ("values", "kind", "expected"),
-    [
+def test_values_fit_where_each_does() -> None:
+    for values, kind, expected in [
         ([1, None], pa.float32(), [1.0, None]),
         ([1, 2], pa.int8(), [1, 2]),
         ([0.1, None], pa.float32(), [float(np.float32(0.1)), None]),
@@ -98,18 +91,15 @@ def test_tensor_types_unknown_to_arrow_are_not_lists_of_numbers(dtype: str) -> N
         ([{"b": 1}, None], pa.struct([("a", pa.string()), ("b", pa.int64())]), [{"a": None, "b": 1}, None]),
         ([[], [None]], pa.list_(pa.binary()), [[], [None]]),
         ([None, None], pa.string(), [None, None]),
-    ],
-)
-def test_values_fit_where_each_does(values: list[Any], kind: pa.DataType, expected: list[Any]) -> None:
-    objects = np.empty(len(values), object)
-    objects[:] = values
-    for column in (pa.array(values), objects):
-        assert fit_arrow(KEY, type_text(kind), column).to_pylist() == expected
+    ]:
+        objects = np.empty(len(values), object)
+        objects[:] = values
+        for column in (pa.array(values), objects):
+            assert fit_arrow(KEY, type_text(kind), column).to_pylist() == expected
 
 
-@pytest.mark.parametrize(
-    ("values", "kind"),
-    [
+def test_values_that_do_not_fit_are_refused() -> None:
+    for values, kind in [
         ([300], pa.int8()),
         ([2**24 + 1], pa.float32()),
         ([2049], pa.float16()),
@@ -126,12 +116,10 @@ def test_values_fit_where_each_does(values: list[Any], kind: pa.DataType, expect
         ([1.0], pa.int64()),
         ([True], pa.int64()),
         ([[1, None]], None),
-    ],
-)
-def test_values_that_do_not_fit_are_refused(values: list[Any], kind: pa.DataType | None) -> None:
-    text = ragged_text("int64", (None,)) if kind is None else type_text(kind)
-    with pytest.raises(SchemaError, match=r"next\.field'?: expected .*got"):
-        fit_arrow(KEY, text, pa.array(values))
+    ]:
+        text = ragged_text("int64", (None,)) if kind is None else type_text(kind)
+        with pytest.raises(SchemaError, match=r"next\.field'?: expected .*got"):
+            fit_arrow(KEY, text, pa.array(values))
 
 
 def test_a_column_may_have_no_tensor_at_all() -> None:

@@ -12,6 +12,7 @@ from expstore.schema.row_selection import in_shape, no_rows, pick
 from expstore.schema.schema import ARROW, Field
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("column", [np.arange(5), pa.array([0, 1, 2, 3, 4])])
 @pytest.mark.parametrize(
     ("rows", "expected"),

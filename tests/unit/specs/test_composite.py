@@ -201,9 +201,8 @@ def test_more_of_torchrls_answers() -> None:
     assert ask(expstore.specs) == ask(torchrl.data)
 
 
-@pytest.mark.parametrize(
-    "act",
-    [
+def test_calls_that_torchrl_refuses_raise_the_same_error() -> None:
+    for act in [
         lambda lib: lib.Composite(shape=(2,)).set("a", lib.Categorical(3)),
         lambda lib: lib.Composite(a=lib.Categorical(3, shape=(4,)), shape=(2,)),
         lambda lib: lib.Composite({}, {}),
@@ -227,13 +226,11 @@ def test_more_of_torchrls_answers() -> None:
         lambda lib: lib.Composite(a=lib.Categorical(2)).type_check({"a": torch.zeros(())}),
         lambda lib: setattr(lib.Composite(shape=(2,)), "names", ["a", "b"]),
         lambda lib: lib.Composite(shape=(2,), names=["a"]).refine_names("b"),
-    ],
-)
-def test_calls_that_torchrl_refuses_raise_the_same_error(act: Recipe) -> None:
-    with pytest.raises(Exception) as theirs:
-        act(torchrl.data)
-    with pytest.raises(type(theirs.value)):
-        act(expstore.specs)
+    ]:
+        with pytest.raises(Exception) as theirs:
+            act(torchrl.data)
+        with pytest.raises(type(theirs.value)):
+            act(expstore.specs)
 
 
 # -- better on purpose -----------------------------------------------------------------------------

@@ -123,19 +123,16 @@ def test_spaces_become_specs() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("space", "reason"),
-    [
+def test_spaces_without_a_fixed_shape_are_refused() -> None:
+    for space, reason in [
         (spaces.Text(5), "text of any length"),
         (spaces.Graph(spaces.Discrete(2), spaces.Discrete(2)), "graphs of any size"),
         (spaces.Sequence(spaces.Discrete(2)), "any length; pad them"),
         (spaces.OneOf((spaces.Discrete(2), spaces.Discrete(3))), "whose shape depends on the number"),
         (spaces.Dict(a=spaces.Text(5)), "text of any length"),
-    ],
-)
-def test_spaces_without_a_fixed_shape_are_refused(space: Any, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        from_space(space)
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            from_space(space)
 
 
 def test_other_specs_become_the_space_of_their_arrays() -> None:
@@ -154,9 +151,8 @@ def test_other_specs_become_the_space_of_their_arrays() -> None:
         assert made.contains(spec.to_numpy(spec.rand()))
 
 
-@pytest.mark.parametrize(
-    ("spec", "reason"),
-    [
+def test_specs_without_a_space_are_refused() -> None:
+    for spec, reason in [
         (None, "unknown spec"),
         (NonTensor(), "not tensors"),
         (Composite(a=None), "unknown spec"),
@@ -165,11 +161,9 @@ def test_other_specs_become_the_space_of_their_arrays() -> None:
         (Categorical(2, mask=torch.tensor([True, False])), "no masks"),
         (torch.stack([Categorical(2), Categorical(3)]), "convert its parts"),
         (Choice([Categorical(2), Categorical(3)]), "convert its parts"),
-    ],
-)
-def test_specs_without_a_space_are_refused(spec: Any, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        to_space(spec)
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            to_space(spec)
 
 
 def test_invalid_spaces_are_refused() -> None:

@@ -292,9 +292,8 @@ def test_copies_are_equal_and_others_are_not(recipe: Recipe) -> None:
 # --- what is refused
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "text"),
-    [
+def test_errors_read_alike() -> None:
+    for make, error, text in [
         (lambda of: of.Bounded(0, 1), RuntimeError, "requires the shape to be explicitly"),
         (lambda of: of.Bounded(torch.zeros(3), 1, shape=(2,)), RuntimeError, "must match the provided shape"),
         (lambda of: of.Bounded(minimum=0, high=1), TypeError, "'minimum' has been removed"),
@@ -375,17 +374,14 @@ def test_copies_are_equal_and_others_are_not(recipe: Recipe) -> None:
         (lambda of: of.Choice([of.Categorical(3), of.OneHot(3)]), TypeError, "must be the same type"),
         (lambda of: of.Choice([of.OneHot(3), of.OneHot(4)]), ValueError, "must have the same shape"),
         (lambda of: of.Choice([of.OneHot(3)]).index(0, 0), NotImplementedError, "index is not implemented"),
-    ],
-)
-def test_errors_read_alike(make: Callable[[Any], Any], error: type[Exception], text: str) -> None:
-    for of in (expstore, torchrl):
-        with pytest.raises(error, match=text):
-            make(of)
+    ]:
+        for of in (expstore, torchrl):
+            with pytest.raises(error, match=text):
+                make(of)
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "text"),
-    [
+def test_meaningless_arguments_are_refused() -> None:
+    for make, error, text in [
         (lambda: expstore.Bounded(1, 0, shape=(2,)), ValueError, r"no number between low=1.0 and high=0.0"),
         (lambda: expstore.Bounded(math.nan, 0, shape=()), ValueError, "no number between low=nan"),
         (lambda: expstore.Bounded(0, None, shape=()), TypeError, "takes two bounds"),
@@ -411,13 +407,9 @@ def test_errors_read_alike(make: Callable[[Any], Any], error: type[Exception], t
             ValueError,
             "the same mask for all elements",
         ),
-    ],
-)
-def test_meaningless_arguments_are_refused(
-    make: Callable[[], Any], error: type[Exception], text: str
-) -> None:
-    with pytest.raises(error, match=text):
-        make()
+    ]:
+        with pytest.raises(error, match=text):
+            make()
 
 
 # --- what is better here
@@ -738,9 +730,8 @@ def test_a_choice_is_one_of_its_objects() -> None:
     assert spec == spec.clone() != expstore.Choice([NonTensorData(word) for word in "abd"])
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
+def test_older_names_are_the_same_classes() -> None:
+    for old, new in [
         ("BinaryDiscreteTensorSpec", "Binary"),
         ("BoundedTensorSpec", "Bounded"),
         ("DiscreteTensorSpec", "Categorical"),
@@ -749,7 +740,5 @@ def test_a_choice_is_one_of_its_objects() -> None:
         ("OneHotDiscreteTensorSpec", "OneHot"),
         ("UnboundedContinuousTensorSpec", "UnboundedContinuous"),
         ("UnboundedDiscreteTensorSpec", "UnboundedDiscrete"),
-    ],
-)
-def test_older_names_are_the_same_classes(old: str, new: str) -> None:
-    assert getattr(expstore, old) is getattr(expstore, new) is getattr(expstore.specs, new)
+    ]:
+        assert getattr(expstore, old) is getattr(expstore, new) is getattr(expstore.specs, new)

@@ -50,30 +50,6 @@ def close(made: Any, other: Any) -> None:
 # -- MultiStep ----------------------------------------------------------------------------------------
 
 
-@given(flags, st.integers(1, 15), st.sampled_from([1.0, 0.9, 0.5]))
-def test_steps_are_summed_as_by_a_loop(done: list[bool], n_steps: int, gamma: float) -> None:
-    data = rollout(done)
-    made = MultiStep(gamma=gamma, n_steps=n_steps)(data)
-    rewards = data["next", "reward"][:, 0].tolist()
-    for row in range(len(done)):
-        total, steps = 0.0, 0
-        for later in range(row, min(row + n_steps, len(done))):
-            total += gamma**steps * rewards[later]
-            steps += 1
-            if done[later]:
-                break
-        ends = done[row] or row == len(done) - 1
-        assert made["next", "reward"][row].item() == pytest.approx(total, abs=1e-5)
-        assert made["steps_to_next_obs"][row] == steps
-        assert made["gamma"][row].item() == pytest.approx(gamma**steps)
-        assert made["next", "x"][row] == row + steps
-        assert torch.equal(made["next", "image"][row], data["next", "image"][row + steps - 1])
-        assert made["nonterminal"][row] == (steps > 1)
-        assert not ends or steps == 1
-    assert torch.equal(made["next", "original_reward"], data["next", "reward"])
-    assert torch.equal(made["next", "done"], data["next", "done"])
-
-
 @given(flags, st.integers(1, 4), st.integers(1, 15), st.sampled_from([1.0, 0.9]))
 def test_lanes_are_torchrls(done: list[bool], lanes: int, n_steps: int, gamma: float) -> None:
     data = rollout([done[lane:] + done[:lane] for lane in range(lanes)])
@@ -162,19 +138,6 @@ def test_state_dict_and_repr_are_those_of_a_module() -> None:
 
 
 # -- DensifyReward ------------------------------------------------------------------------------------
-
-
-@given(flags, st.sampled_from([1.0, 0.9, 0.0]))
-def test_rewards_are_spread_as_by_a_loop(done: list[bool], discount: float) -> None:
-    data = rollout(done)
-    rewards, total = data["next", "reward"][:, 0].tolist(), 0.0
-    wanted = []
-    for reward, ends in zip(reversed(rewards), reversed(done), strict=True):
-        total = reward + (0.0 if ends else discount * total)
-        wanted.append(total)
-    made = DensifyReward(discount=discount)(data)
-    assert made is data
-    assert made["next", "reward"][:, 0].tolist() == pytest.approx(wanted[::-1], abs=1e-5)
 
 
 @given(flags, st.integers(1, 3), st.sampled_from([1.0, 0.9]))

@@ -24,6 +24,7 @@ def lay_out(lengths: list[int], shape: tuple[int, ...], dtype: torch.dtype) -> t
     return values > 0 if dtype == torch.bool else values.to(dtype)
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float64, torch.float16, torch.int64, torch.uint8, torch.bool]
 )

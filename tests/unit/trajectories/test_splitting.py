@@ -49,36 +49,27 @@ def assert_same(made: Any, other: Any) -> None:
 # -- splitting ----------------------------------------------------------------------------------------
 
 
-@given(flags)
-def test_a_rollout_is_split_as_torchrl_does(done: list[bool]) -> None:
-    data = rollout(done)
+@given(flags, st.integers(0, 4))
+def test_rollouts_and_lanes_are_split_as_torchrl_does(done: list[bool], lanes: int) -> None:
+    data = rollout([done[lane:] + done[:lane] for lane in range(lanes)] if lanes else done)
     assert_same(split_trajectories(data), their_split(data))
     assert "mask" not in data.keys()  # noqa: SIM118
 
 
-@given(flags, st.integers(1, 4))
-def test_lanes_are_split_as_torchrl_does(done: list[bool], lanes: int) -> None:
-    data = rollout([done[lane:] + done[:lane] for lane in range(lanes)])
-    assert_same(split_trajectories(data), their_split(data))
-
-
-@pytest.mark.parametrize(
-    ("place", "keywords", "mask"),
-    [
+def test_names_are_found_where_they_are() -> None:
+    for place, keywords, mask in [
         (("collector", "traj_ids"), {}, ("collector", "mask")),
         (("agents", "traj_ids"), {"prefix": "agents"}, ("agents", "mask")),
         ("name", {"trajectory_key": "name"}, "mask"),
         (("next", "name"), {"trajectory_key": ("next", "name")}, ("next", "mask")),
         ("traj_ids", {"prefix": ()}, "mask"),
-    ],
-)
-def test_names_are_found_where_they_are(place: Any, keywords: dict[str, Any], mask: Any) -> None:
-    data = rollout([False] * 7).set(place, torch.tensor([5, 5, 5, 2, 2, 9, 9]))
-    made = split_trajectories(data, **keywords)
-    assert made["x"].tolist() == [[1, 2, 3], [4, 5, 0], [6, 7, 0]]
-    assert made[mask].tolist() == [[True] * 3, [True, True, False], [True, True, False]]
-    if keywords != {"prefix": ()}:  # which TorchRL does not take
-        assert_same(made, their_split(data, **keywords))
+    ]:
+        data = rollout([False] * 7).set(place, torch.tensor([5, 5, 5, 2, 2, 9, 9]))
+        made = split_trajectories(data, **keywords)
+        assert made["x"].tolist() == [[1, 2, 3], [4, 5, 0], [6, 7, 0]]
+        assert made[mask].tolist() == [[True] * 3, [True, True, False], [True, True, False]]
+        if keywords != {"prefix": ()}:  # which TorchRL does not take
+            assert_same(made, their_split(data, **keywords))
 
 
 def test_flags_of_another_name_split() -> None:
@@ -153,26 +144,6 @@ def test_unsplittable_data_is_refused() -> None:
 
 
 # -- finding ------------------------------------------------------------------------------------------
-
-
-def spans(names: list[int]) -> set[tuple[int, ...]]:
-    """Trajectories of a full ring by a loop: all stretches of equal names around it."""
-    size = len(names)
-    ends = [row for row in range(size) if names[row] != names[(row + 1) % size]] or [size - 1]
-    found = set()
-    for number, stop in enumerate(ends):
-        start = (ends[number - 1] + 1) % size
-        found.add((start, stop, (stop - start) % size + 1))
-    return found
-
-
-@given(st.lists(st.integers(0, 2), min_size=1, max_size=15))
-def test_trajectories_around_a_ring_are_those_of_a_loop(names: list[int]) -> None:
-    start, stop, lengths = find_start_stop_traj(trajectory=torch.tensor(names), at_capacity=True)
-    found = list(zip(start[:, 0].tolist(), stop[:, 0].tolist(), lengths.tolist(), strict=True))
-    assert set(found) == spans(names)
-    assert len(found) == len(set(found))
-    assert sum(length for *_, length in found) == len(names)
 
 
 @given(

@@ -187,6 +187,7 @@ SAMPLERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_every_batch_is_looked_around(name: str, prefetch: int) -> None:

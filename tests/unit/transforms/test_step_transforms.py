@@ -532,13 +532,8 @@ def test_a_number_that_a_field_cannot_store_is_refused() -> None:
     n = torch.arange(3)
     rows = counted(3, n=n[:, None], pixels=n[:, None].to(torch.uint8), half=n[:, None].half())
     for value, key in (
-        (-1, "pixels"),
-        (256, "pixels"),
-        (0.5, "pixels"),
-        (0.5, "n"),
-        (1e6, "half"),
-        (1j, "x"),
-    ):
+        (-1, "pixels"), (256, "pixels"), (0.5, "pixels"), (0.5, "n"), (1e6, "half"), (1j, "x"),
+    ):  # fmt: skip
         for transform in (
             CatFrames(2, -1, [key], padding="constant", padding_value=value),  # type: ignore[arg-type]
             NextStateReconstructor([key], fill_value=value),  # type: ignore[arg-type]

@@ -241,6 +241,7 @@ def test_on_trajectories(name: str) -> None:
     assert isinstance(found[-1], dict), f"{name} did not come to its end: {found[-1]}"
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("name", IN_ENVIRONMENTS)
 def test_transforms_that_need_an_environment_fail_in_both(name: str) -> None:
     ours, other = (told(lib, IN_ENVIRONMENTS[name], [rows(12)]) for lib in (OURS, THEIRS))

@@ -121,7 +121,8 @@ def test_settings_reach_torchrls_transform() -> None:
 
 def test_without_torchrl_they_name_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchrl"]:
-        monkeypatch.setitem(sys.modules, name, None)
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torchrl", None)
     frames: Any = CatFrames(2, dim=-1)
     assert not hasattr(frames, "parent")
     assert type(frames) is frames.__class__

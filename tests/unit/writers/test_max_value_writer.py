@@ -176,6 +176,7 @@ class Program:
 # Which rows stay, and where.
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("waiting", [True, False])
 @pytest.mark.parametrize("capacity", [1, 7, 60])
 def test_the_best_rows_stay_whatever_happens(
@@ -227,6 +228,7 @@ def test_long_batches_and_stores_that_are_not_full(make: Make, rng: np.random.Ge
     assert unbounded.storage.ranking == Ranking(("score",), "sum")
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("reduction", ["sum", "max", "min", "mean", "median"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64])
 def test_several_values_of_a_row_become_one(reduction: Any, dtype: torch.dtype) -> None:
@@ -320,6 +322,7 @@ def test_a_sequence_of_rows_is_one_endless_episode(make: Make) -> None:
     assert sorted(rb["next", "reward"].reshape(-1).tolist()) == [2, 3, 4, 5]
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float16, torch.float32, torch.int64])
 def test_flags_and_other_narrow_fields_are_replaced_as_well(make: Make, dtype: torch.dtype) -> None:
     rb = make(300)
