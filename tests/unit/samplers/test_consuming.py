@@ -22,7 +22,6 @@ from expstore import (
     ConsumingSampler,
     MemoryStorage,
     NotReadyError,
-    RandomSampler,
     ReplayBuffer,
     StateError,
     StorageError,
@@ -195,19 +194,6 @@ def test_counting_begins_while_the_newest_rows_are_in_memory(capacity: int | Non
     assert verify(path) == []
     with expstore.open(path, sampler=expstore.ConsumingSampler(1), batch_size=5) as rb:
         assert rb.sample()["number"].sort().values.tolist() == [0, 1, 2, 3, 4]
-
-
-def test_two_buffers_over_one_storage_count_together(tmp_path: Path) -> None:
-    storage = ZarrStorage(tmp_path / "a.exp", 100)
-    one, two, all_rows = (
-        TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=10)
-        for sampler in (ConsumingSampler(), ConsumingSampler(), RandomSampler())
-    )
-    one.extend(numbered_rows(100))
-    drawn = [n for _ in range(5) for rb in (one, two) for n in rb.sample()["number"].tolist()]
-    assert sorted(drawn) == list(range(100))
-    assert (len(one), len(two), len(all_rows)) == (0, 0, 100)
-    one.close()
 
 
 def test_sampling_continues_after_an_interruption(tmp_path: Path) -> None:

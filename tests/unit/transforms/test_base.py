@@ -19,7 +19,6 @@ from expstore import (
     ReplayBufferEnsemble,
     SamplerWithoutReplacement,
     SchemaError,
-    Sequence,
     SliceSampler,
     StateError,
     TensorDictMaxValueWriter,
@@ -204,16 +203,6 @@ def test_every_batch_is_looked_around(name: str, prefetch: int) -> None:
         rb._sampling.drop_prefetched()  # what was made before these rows came has seen what was there then
         for _ in range(2):
             check(rb.sample(), held(rb))
-
-
-def test_windows_of_a_unit_are_looked_around() -> None:
-    rb = TensorDictReplayBuffer(
-        storage=MemoryStorage(40, seed=1), sample_unit=Sequence(3), transform=Around(), batch_size=4
-    )
-    interleaved(rb)
-    batch = rb.sample()
-    assert batch.shape == (12,)
-    check(batch, held(rb))
 
 
 def test_rows_read_by_index_are_looked_around() -> None:
