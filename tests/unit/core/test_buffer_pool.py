@@ -36,7 +36,6 @@ def test_unreferenced_buffers_are_reused() -> None:
     assert address(recycled.empty((1024, 128), np.dtype(np.int64))) == place
 
 
-@pytest.mark.guarantee("draw/whole")
 @pytest.mark.some(2)
 @pytest.mark.parametrize(
     "refer",
@@ -78,14 +77,6 @@ def test_small_and_huge_arrays_are_the_allocators() -> None:
         assert recycled.empty((size,), np.dtype(np.uint8)).shape == (size,)
 
 
-def test_one_is_kept() -> None:
-    recycled = Recycled()
-    batches = [recycled.empty(SHAPE, FLOAT) for _ in range(4)]
-    batches.clear()
-    assert len(recycled._kept) == 1
-
-
-@pytest.mark.guarantee("draw/whole")
 def test_threads_never_share_it() -> None:
     recycled, wrong = Recycled(), []
 

@@ -44,6 +44,7 @@ def test_they_are_sets_of_ids(
     assert window.rows == len(alive)
     assert window.nth(np.arange(len(alive))).tolist() == alive
     assert [id for first, n in window.runs() for id in range(first, first + n)] == alive
+    assert alive or window.runs() == [(last + 1, 0)]
     assert window.holds(at).nonzero()[0].tolist() == [id for id in alive if id < 90]
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-import expstore
 from expstore import (
     ConsumingSampler,
     ImmutableDatasetWriter,
@@ -146,9 +145,3 @@ def test_expressions_are_text() -> None:
     for given in [{"condition": 3}, {"weight": 0.5}]:
         with pytest.raises(TypeError, match="must be an SQL expression"):
             Where(**given)
-
-
-def test_a_where_is_no_text_elsewhere() -> None:
-    with pytest.raises(TypeError):
-        Where("a", "b")  # type: ignore[call-arg]
-    assert expstore.Where is Where

@@ -61,21 +61,21 @@ def same(a: Any, b: Any) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-def test_places_within_rows() -> None:
-    with ReplayBuffer(storage=MemoryStorage(9)) as rb:
-        rb.extend(torch.arange(6).reshape(3, 2))
-        same(rb[1, 0], torch.tensor(2))
-        same(rb[:2, 1], torch.tensor([1, 3]))
-        with pytest.raises(SchemaError, match="would set parts of rows"):
-            rb[1, 0] = torch.tensor(5)
-
-
-def test_a_list_of_tensordicts(storage: Storage) -> None:
-    with TensorDictReplayBuffer(storage=storage, batch_size=4) as rb:
-        rb.extend([TensorDict({"a": torch.tensor(number)}) for number in range(3)])
-        same(rb["a"], torch.arange(3))
-        with pytest.raises(SchemaError, match="TensorDictReplayBuffer only accepts .*, got Tensor"):
-            rb.extend(torch.zeros(3))
+def test_batches_of_another_form_are_refused() -> None:
+    tensors, pair = torch.arange(5).float(), (torch.zeros(2), torch.zeros(2))
+    for first, other, words in (
+        (tensors, TensorDict({"_data": torch.zeros(2)}, [2]), "keeps tensors, the batch is TensorDicts"),
+        (tensors, torch.tensor(1.0), "use add"),
+        (tree(6), pair, r"keeps trees \{'a': \., .*, the batch is trees \(\., \.\)"),
+        (tree(6), {**tree(6), "30": torch.zeros(5)}, "field '30' has 5 rows, 'a' has 6 rows"),
+        (tree(6), {"a": "text"}, "got str at 'a'; a ListStorage stores other kinds"),
+        (tree(6), {1.5: torch.zeros(2)}, r"a tree has the key 1\.5; use text or integers"),
+    ):
+        with ReplayBuffer(storage=MemoryStorage(9)) as rb:
+            rb.extend(first)
+            with pytest.raises(SchemaError, match=words):
+                rb.extend(other)
+            same(rb[:], first)
 
 
 def test_rows_with_other_fields_are_refused(storage: Storage) -> None:
@@ -143,19 +143,6 @@ def test_an_unknown_class_is_read_as_a_tensordict(tmp_path: Path) -> None:
         same(rb[:]["a"], torch.arange(3))
 
 
-def test_rows_with_batch_dims_of_their_own(storage: Storage) -> None:
-    whole = TensorDict({"a": torch.arange(24.0).reshape(4, 6), "b": {"c": torch.ones(4, 6, 2)}}, [4, 6])
-    with TensorDictReplayBuffer(storage=storage, batch_size=5) as rb:
-        rb.extend(whole)
-        rb.add(whole[1])
-        batch = rb.sample()
-        assert batch.batch_size == batch["b"].batch_size == (5, 6)
-        assert batch["index"].shape == (5, 6)
-        assert (batch["index"] == batch["index"][:, :1]).all()
-        same(batch["a"], whole["a"][torch.where(batch["index"][:, 0] == 4, 1, batch["index"][:, 0])])
-        assert rb[0].batch_size == (6,)
-
-
 def test_values_other_than_tensors_are_stored() -> None:
     with TensorDictReplayBuffer(storage=MemoryStorage(10), batch_size=4) as rb:
         rb.extend(TensorDict({"a": torch.arange(3), "text": NonTensorData("all", batch_size=[3])}, [3]))
@@ -197,15 +184,6 @@ def test_a_buffer_in_ram_is_copied_with_its_rows(
     second.close()
     with pytest.raises(StateError, match="the store is closed"):
         pickle.dumps(second)
-
-
-def test_a_copy_in_another_process_sees_all_that_was_written(tmp_path: Path) -> None:
-    with expstore.open(tmp_path / "run.exp", capacity=20, batch_size=2) as rb:
-        rb.extend(TensorDict({"a": torch.arange(3)}, [3]))  # so few wait in the journal
-        copy = pickle.loads(pickle.dumps(rb))
-        assert len(copy) == 3
-        assert set(copy.sample()["a"].tolist()) <= {0, 1, 2}
-        copy.close()
 
 
 def test_rows_of_which_a_part_would_be_lost_are_refused() -> None:

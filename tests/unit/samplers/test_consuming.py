@@ -21,14 +21,16 @@ import expstore
 from expstore import (
     ConsumingSampler,
     MemoryStorage,
-    RandomSampler,
+    NotReadyError,
     ReplayBuffer,
+    StateError,
+    StorageError,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
 from expstore.core import tuning
 from expstore.disk.files import Disk
-from expstore.errors import CorruptionError, NotReadyError, StateError, StorageError
+from expstore.errors import CorruptionError
 from expstore.maintenance.repair import repair
 from expstore.maintenance.verify import verify
 from expstore.storages.engine.open_settings import Settings
@@ -113,7 +115,6 @@ def test_every_row_that_is_left_has_the_same_chance() -> None:
     assert np.abs(others - 20_000 * 4 / (20 * 19)).max() < 5 * np.sqrt(20_000 * 4 / (20 * 19))
 
 
-@pytest.mark.guarantee("draw/count")
 @pytest.mark.parametrize("kind", ["memory", "zarr", "sync"])
 def test_a_row_that_takes_a_slot_begins_at_0(kind: str, tmp_path: Path) -> None:
     """Rows in the tail and rows of a long batch, ring by ring, and longer than the spare slots."""
@@ -193,19 +194,6 @@ def test_counting_begins_while_the_newest_rows_are_in_memory(capacity: int | Non
     assert verify(path) == []
     with expstore.open(path, sampler=expstore.ConsumingSampler(1), batch_size=5) as rb:
         assert rb.sample()["number"].sort().values.tolist() == [0, 1, 2, 3, 4]
-
-
-def test_two_buffers_over_one_storage_count_together(tmp_path: Path) -> None:
-    storage = ZarrStorage(tmp_path / "a.exp", 100)
-    one, two, all_rows = (
-        TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=10)
-        for sampler in (ConsumingSampler(), ConsumingSampler(), RandomSampler())
-    )
-    one.extend(numbered_rows(100))
-    drawn = [n for _ in range(5) for rb in (one, two) for n in rb.sample()["number"].tolist()]
-    assert sorted(drawn) == list(range(100))
-    assert (len(one), len(two), len(all_rows)) == (0, 0, 100)
-    one.close()
 
 
 def test_sampling_continues_after_an_interruption(tmp_path: Path) -> None:
@@ -378,11 +366,6 @@ def live(rb: TensorDictReplayBuffer) -> None:
         numbers(rb, 3)
 
 
-@pytest.mark.guarantee(
-    "draw/count",
-    "Batches count when they are returned: prefetched ones do not, none comes twice, and "
-    "`ConsumingSampler` forgets none after a kill.",
-)
 @pytest.mark.slow
 def test_killed_at_any_moment_nothing_that_was_returned_is_forgotten(tmp_path: Path) -> None:
     """Batches are told through a pipe; the kill may come in the middle of one that nobody gets."""

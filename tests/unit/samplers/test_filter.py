@@ -191,13 +191,6 @@ def test_fields_with_the_names_of_other_columns_are_told_apart() -> None:
     assert rb.sql("SELECT _index, _index_ FROM transitions LIMIT 1").fetchall() == [(0, 100)]
 
 
-def test_sources_and_trajectories_are_known() -> None:
-    rb = in_memory(RandomSampler(where="episode.source = 'b'"))
-    for start, source in ((0, "a"), (40, "b"), (80, "c")):
-        rb.extend(rows(40, start=start), source=source)
-    assert set(counted(rb, 5000)[0].tolist()) == set(range(40, 80))
-
-
 # -- what is evaluated, and when -----------------------------------------------------------------
 
 
@@ -271,56 +264,6 @@ def test_changed_episodes_are_seen_after_a_refresh(
     rb.extend(rows(1, start=30, length=1), source="b")
     rb.refresh()
     assert set(counted(rb, 5000)[0].tolist()) == set(range(31))
-    rb.close()
-
-
-def test_only_new_rows_and_named_columns_are_read(make: Callable[..., TensorDictReplayBuffer]) -> None:
-    rb = make(RandomSampler(where="next.reward > 1 AND _step > 0"))
-    rb.extend(rows(500))
-    rb.sample()
-    asked: list[tuple[list[int], list[int]]] = []
-    read = rb.storage.read
-
-    def watched(ids: Any, places: Any = None) -> Any:
-        asked.append((ids.tolist(), list(places)))
-        return read(ids, places)
-
-    rb.storage.read = watched  # type: ignore[method-assign]
-    rb.extend(rows(20, start=500))
-    rb.refresh()
-    schema = rb.storage.require_schema()
-    assert asked == [(list(range(501, 521)), [schema.place(("next", "reward")), len(schema.fields) + 2])]
-    rb.refresh()
-    assert len(asked) == 1  # nothing is new
-    rb[torch.tensor([7])] = rows(1)
-    rb.refresh()
-    assert [ids for ids, _ in asked[1:]] == [[8]]
-    rb.close()
-
-
-def test_episodes_whose_facts_stay_are_not_looked_at_again(
-    make: Callable[..., TensorDictReplayBuffer],
-) -> None:
-    rb = make(RandomSampler(where="episode.status = 'open'"))
-    rb.extend(rows(8), source="a")
-    rb.sample()
-    rb.extend(rows(1, start=8), source="a")
-    rb.refresh()  # now what is known of it is kept
-    asked: list[list[int]] = []
-    ask = Filter._ask
-
-    def watched(self: Filter, storage: Any, ids: Any, facts: Any) -> Any:
-        asked.append(ids.tolist())
-        return ask(self, storage, ids, facts)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Filter, "_ask", watched)
-        rb.extend(rows(1, start=8), source="a")
-        rb.refresh()
-        assert asked == [[10]]
-        rb.extend(rows(1, start=9), source="a")
-        rb.refresh()
-        assert asked[1] == list(range(1, 12))
     rb.close()
 
 

@@ -22,7 +22,6 @@ from expstore import (
     ZarrStorage,
 )
 from expstore.core.draws import Draws
-from expstore.errors import PriorityError
 from tests.support.batches import numbered_rows
 
 ALPHA, BETA, EPS = 0.7, 0.5, 1e-8
@@ -107,19 +106,6 @@ def test_a_tree_that_grew_draws_as_one_that_was_made_at_once(tmp_path: Path) -> 
     assert other._weights.tree is not None
     assert grown._weights.tree.size == other._weights.tree.size == 1 << 15
     rb.close()
-
-
-def test_priorities_that_come_with_rows() -> None:
-    rb = TensorDictPrioritizedReplayBuffer(alpha=ALPHA, beta=BETA, storage=MemoryStorage(8), batch_size=4)
-    rb.extend(numbered_rows(3, td_error=torch.tensor([[0.5], [2.0], [1.0]])))
-    rb.add(numbered_rows(1, 3, td_error=torch.tensor([[4.0]]))[0])
-    expect_distribution(rb, {0: 0.5, 1: 2.0, 2: 1.0, 3: 4.0})
-    with pytest.raises(PriorityError):
-        rb.extend(numbered_rows(2, 4, td_error=torch.tensor([[1.0], [-1.0]])))
-    assert len(rb) == 4
-    batch = rb.sample()
-    batch["td_error"] = torch.full((4, 1), 3.0)
-    assert rb.update_tensordict_priority(batch) == 4
 
 
 def test_several_priorities_for_one_row() -> None:

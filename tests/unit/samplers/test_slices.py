@@ -33,17 +33,6 @@ def is_slice(found: list[int]) -> bool:
 # -- where and how long ----------------------------------------------------------------------------------
 
 
-def test_slices_follow_one_trajectory() -> None:
-    rb = trajectory_buffer(5, 9, 4, sampler=SliceSampler(num_slices=2), batch_size=8)
-    seen = set()
-    for _ in range(200):
-        found = slices(rb.sample())
-        assert [len(one) for one in found] == [4, 4]
-        assert all(is_slice(one) for one in found)
-        seen.update(one[0] for one in found)
-    assert seen == {1000, 1001, *range(2000, 2006), 3000}
-
-
 def test_short_slices_are_filled_up_if_that_is_wanted() -> None:
     rb = trajectory_buffer(
         2, 9, sampler=SliceSampler(num_slices=2, strict_length=False, pad_output=True), batch_size=8

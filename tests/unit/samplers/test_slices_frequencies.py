@@ -204,17 +204,6 @@ def test_an_error_of_five_percent_in_one_slice_is_seen() -> None:
     assert chi_square(counts, expected) > limit_of(len(chances))
 
 
-def test_slices_by_trajectory_and_by_start_differ() -> None:
-    """By trajectory, a slice of a short episode comes more often: here 1 in 4 against 1 in 10."""
-    for by, chance in (("trajectory", 1 / 4), ("start", 1 / 10)):
-        kept = filling(SliceSampler(slice_len=2, by=by))
-        (short,) = (run for run in kept.model.runs() if len(run) == 2)
-        key = short[0].episode, short[0].step, 2
-        assert kept.model.chances(2, by=by)[key] == pytest.approx(chance)
-        counts = Drawn.read(kept.rb.sample(40_000), [row.serial for row in kept.model.rows]).counts()
-        assert counts[key] / 20_000 == pytest.approx(chance, abs=0.015)
-
-
 # -- by priority ------------------------------------------------------------------------------------------
 
 PRIORITIES = np.random.default_rng(9).uniform(0.3, 2.0, 64).astype(np.float32)

@@ -46,16 +46,6 @@ def test_every_trajectory_comes_once_per_pass(shuffle: bool, prefetch: int) -> N
     rb.close()
 
 
-def test_short_trajectories_count_if_that_is_wanted() -> None:
-    rb = trajectory_buffer(
-        2, 9, sampler=SliceSamplerWithoutReplacement(slice_len=3, strict_length=False), batch_size=6
-    )
-    batch = rb.sample()
-    assert sorted((batch["x"] // 1000).tolist()) == [1, 1, 2, 2, 2]
-    with pytest.raises(NotReadyError, match="length range: 2 - 2 / required=3"):
-        trajectory_buffer(2, sampler=SliceSamplerWithoutReplacement(slice_len=3), batch_size=6).sample()
-
-
 def test_a_pass_restarts_when_a_trajectory_is_added() -> None:
     rb = trajectory_buffer(3, 3, 3, 3, sampler=SliceSamplerWithoutReplacement(slice_len=3), batch_size=6)
     rb.sample()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import pickle
 from functools import partial
 from pathlib import Path
@@ -112,15 +111,6 @@ def test_the_buffer_gives_back_what_it_was_given() -> None:
     assert "Newest" in repr(make(sampler))
 
 
-def test_its_info_is_returned() -> None:
-    batch, info = make(Newest()).sample(return_info=True)
-    assert info["age"].tolist() == [0, 1]
-    assert info["asked"] == 2
-    assert info["index"].tolist() == [3, 4]
-    assert "age" not in batch
-    assert make(Newest(), kind=TensorDictReplayBuffer).sample()["age"].tolist() == [0, 1]
-
-
 def test_nested_info_is_written_where_it_belongs() -> None:
     class Cut(Newest):
         def sample(self, storage: Any, batch_size: int) -> Any:
@@ -166,12 +156,6 @@ def test_priorities_of_rows_that_have_left_are_not_told() -> None:
     assert sampler.told[-1] == ("priority", [9], [2.0], 10)
 
 
-def test_iteration_ends_when_exhausted_and_restarts() -> None:
-    rb = make(Passes())
-    for _ in range(3):
-        assert [batch["x"].tolist() for batch in rb] == [[0, 1], [2, 3], [4]]
-
-
 def test_iteration_ends_at_the_same_batch_when_batches_are_made_ahead() -> None:
     rb = make(Passes(), prefetch=2)
     assert [batch["x"].tolist() for batch in rb] == [[0, 1], [2, 3], [4]]
@@ -195,16 +179,6 @@ def test_draws_by_rng_are_the_same_after_a_restart(tmp_path: Path) -> None:
     rb = expstore.open(tmp_path / "again" / "run.exp", sampler=Chance(), batch_size=8)
     assert [rb.sample()["x"].tolist() for _ in range(2)] == expected[1:]
     rb.close()
-
-
-def test_a_generator_that_is_given_is_honoured() -> None:
-    def draw(seed: int) -> list[int]:
-        rb = make(Chance(), generator=torch.Generator().manual_seed(seed))
-        values: list[int] = rb.sample(5)["x"].tolist()
-        return values
-
-    assert draw(0) == draw(0)
-    assert draw(0) != draw(1)
 
 
 @pytest.mark.parametrize(
@@ -252,11 +226,6 @@ def test_samplers_without_that_variant_refuse_it() -> None:
     for kind in (PrioritizedSampler, Mine):
         with pytest.raises(TypeError, match="has no without-replacement variant"):
             kind(replacement=False)
-
-
-def test_a_samplers_signature_is_its_own() -> None:
-    assert list(inspect.signature(RandomSampler).parameters) == ["where", "weight"]
-    assert "slice_len" in inspect.signature(SliceSampler).parameters
 
 
 class Warm(PrioritizedSampler):

@@ -102,13 +102,6 @@ def test_draws_zeros_and_ones_are_torchrls(make: Recipe, seed: int) -> None:
     assert bool((here.one() == torch.ones(())).all())
 
 
-@given(trees, st.integers(0, 2**31))
-def test_a_generator_draws_the_same_again(make: Recipe, seed: int) -> None:
-    spec = make(expstore.specs)
-    first = spec.rand(generator=torch.Generator().manual_seed(seed))
-    assert same(first, spec.rand(generator=torch.Generator().manual_seed(seed)))
-
-
 @given(trees, st.integers(0, 2**31), st.data())
 def test_values_are_judged_and_projected_as_by_torchrl(make: Recipe, seed: int, data: st.DataObject) -> None:
     here, there = both(make)

@@ -20,7 +20,7 @@ from torchrl.envs import GymEnv, SerialEnv, StepCounter, TransformedEnv
 
 import expstore
 import expstore.specs
-from expstore.errors import CorruptionError, MigrationError, SchemaError
+from expstore.errors import CorruptionError, SchemaError
 from expstore.schema.spec_text import describe, leaves_of, same_specs, unpack_specs
 from expstore.specs import (
     Binary,
@@ -208,11 +208,6 @@ def test_other_text_is_damage() -> None:
     ]:
         with pytest.raises(CorruptionError):
             from_text(text)
-
-
-def test_text_of_a_newer_version_says_so() -> None:
-    with pytest.raises(MigrationError, match="newer expstore"):
-        from_text('{"version": 2, "spec": {"kind": "Composite", "specs": {}}}')
 
 
 def test_fields_of_a_spec_text() -> None:

@@ -76,14 +76,6 @@ def test_flags_of_agents_are_torchrls(agents: tuple[int, ...]) -> None:
     close(MultiStep(0.9, 3)(data), TheirMultiStep(0.9, 3)(data.clone()))
 
 
-def test_rewards_of_agents_go_with_one_flag() -> None:
-    data = rollout([[False, True, False, False]])
-    data["next", "reward"] = torch.arange(12.0).reshape(1, 4, 3, 1)
-    made = MultiStep(0.5, 2)(data)
-    assert made["next", "reward"][0, 0, :, 0].tolist() == [1.5, 3.0, 4.5]
-    close(made, TheirMultiStep(0.5, 2)(data.clone()))
-
-
 def test_masked_steps_are_skipped() -> None:
     data = rollout([[False] * 4, [False, True, False, False]])
     data["collector", "mask"] = torch.tensor([[True] * 3 + [False], [True, True, False, False]])

@@ -214,6 +214,12 @@ def test_the_field_of_names_can_be_said_to_a_buffer() -> None:
         rb.query()
 
 
+def test_root_traj_ids_name_trajectories() -> None:
+    rb = TensorDictReplayBuffer(storage=MemoryStorage(100, seed=1))
+    rb.extend(TensorDict({"traj_ids": torch.tensor([4, 4, 5])}, [3]))
+    assert lengths_of(rb.query()) == [2, 1]
+
+
 def test_rows_of_other_kinds_have_no_trajectories() -> None:
     rb = ReplayBuffer(storage=MemoryStorage(10))
     rb.extend(torch.zeros(3, 2))

@@ -18,14 +18,14 @@ from expstore import (
     ReplayBuffer,
     ReplayBufferEnsemble,
     SamplerWithoutReplacement,
+    SchemaError,
     SliceSampler,
+    StateError,
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
+    traj,
 )
-from expstore.buffers import Sequence
-from expstore.errors import SchemaError, StateError
 from expstore.storages.memory import MemoryStorage
-from expstore.trajectories import traj
 from expstore.transforms import Compose, StepTransform, StepView, compose
 from expstore.transforms.base import Overtaken
 from tests.support.batches import trajectory_rows
@@ -205,16 +205,6 @@ def test_every_batch_is_looked_around(name: str, prefetch: int) -> None:
             check(rb.sample(), held(rb))
 
 
-def test_windows_of_a_unit_are_looked_around() -> None:
-    rb = TensorDictReplayBuffer(
-        storage=MemoryStorage(40, seed=1), sample_unit=Sequence(3), transform=Around(), batch_size=4
-    )
-    interleaved(rb)
-    batch = rb.sample()
-    assert batch.shape == (12,)
-    check(batch, held(rb))
-
-
 def test_rows_read_by_index_are_looked_around() -> None:
     rb = ReplayBuffer(storage=MemoryStorage(40), transform=Around())
     interleaved(rb)
@@ -318,7 +308,6 @@ def test_a_batch_is_drawn_again_when_a_neighbouring_row_is_overwritten() -> None
     assert int(batch["before"]) in {x * 1000 + step for x, own in held(rb).items() for step in own}
 
 
-@pytest.mark.guarantee("draw/whole")
 def test_a_batch_is_drawn_again_when_rows_were_changed() -> None:
     rb = ReplayBuffer(storage=MemoryStorage(10, seed=3), batch_size=2)
     rb.extend(trajectory_rows(1, 10))

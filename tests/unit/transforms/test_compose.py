@@ -170,13 +170,3 @@ def test_the_state_of_stateful_transforms_is_kept_by_number() -> None:
 def test_a_chain_is_copied_with_its_transforms() -> None:
     chain = pickle.loads(pickle.dumps(Compose(Scale(2), increase)))
     assert x_of(chain(ones())) == [3, 3, 3]
-
-
-def test_the_repr_shows_every_transform() -> None:
-    chain = Compose(increase)
-    chain.append(increase, invert=True)
-    lines = repr(chain).splitlines()
-    assert lines[0] == "Compose("
-    assert "increase" in lines[1]
-    assert "Inverted(" in lines[2]
-    assert repr(Compose()) == "Compose()"

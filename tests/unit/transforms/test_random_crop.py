@@ -105,18 +105,6 @@ def test_uncroppable_data_is_refused() -> None:
 # -- in buffers ---------------------------------------------------------------------------------------
 
 
-def test_rows_that_are_trajectories_are_cropped() -> None:
-    rb = memory_buffer(50, seed=7, batch_size=4, transform=RandomCropTensorDict(3))
-    rb.extend(trajectories(20, 10))
-    sample = rb.sample()
-    assert sample.shape == (4, 3)
-    assert (sample["x"].diff(dim=1) == 1).all()
-    assert sample["index"].shape == (4, 3)
-    assert torch.equal(sample["x"] // 1000, sample["index"])
-    assert rb[:5].shape == (5, 3)
-
-
-@pytest.mark.guarantee("draw/next")
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_stretches_follow_from_the_draw(tmp_path: Path, prefetch: int) -> None:
     def samples(rb: Any, count: int) -> list[list[list[int]]]:

@@ -479,14 +479,6 @@ def test_frames_that_have_left_are_not_there() -> None:
     }
 
 
-def test_conditions_find_the_mask_of_padded_frames() -> None:
-    rb = TensorDictReplayBuffer(
-        storage=MemoryStorage(10), transform=CatFrames(2, -1, ["x"], mask_key="padded")
-    )
-    rb.extend(counted(4))
-    assert len(rb.query(traj.padded.any())) == 1
-
-
 #: A call, the class of its error, and words of the message.
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: CatFrames(2, -1, as_inverse=True), ValueError, "every frame would be stored N times"),
@@ -567,19 +559,6 @@ def test_a_name_alone_is_one_key() -> None:
     assert MultiStepTransform(2, 1.0, reward_keys="gain").reward_keys == ["gain"]
     assert NextStateReconstructor("obs").keys == ("obs",)
     assert buffer(CatFrames(2, -1, "x"), counted(3))[:]["x"].tolist() == [[0, 0], [0, 1], [1, 2]]
-
-
-def test_defaults_may_be_given() -> None:
-    names = {"done_keys": ["done", "truncated"], "mask_key": "mask"}  # rows have no such fields
-    assert len(buffer(MultiStepTransform(2, 1.0, **names), counted(3))[:]) == 3  # type: ignore[arg-type]
-    CatFrames(2, -1, done_key="done", reset_key=None, as_inverse=False, future=False)
-    NextStateReconstructor(
-        ("x",),
-        traj_key=("collector", "traj_ids"),
-        done_key=("next", "done"),
-        step_count_key=None,
-        strict=True,
-    )
 
 
 def test_fields_that_do_not_fit_are_named() -> None:
