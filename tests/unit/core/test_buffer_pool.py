@@ -36,6 +36,7 @@ def test_unreferenced_buffers_are_reused() -> None:
     assert address(recycled.empty((1024, 128), np.dtype(np.int64))) == place
 
 
+@pytest.mark.guarantee("draw/whole")
 @pytest.mark.some(2)
 @pytest.mark.parametrize(
     "refer",
@@ -77,6 +78,7 @@ def test_small_and_huge_arrays_are_the_allocators() -> None:
         assert recycled.empty((size,), np.dtype(np.uint8)).shape == (size,)
 
 
+@pytest.mark.guarantee("draw/whole")
 def test_threads_never_share_it() -> None:
     recycled, wrong = Recycled(), []
 

@@ -7,6 +7,11 @@ import numpy as np
 from expstore.core.casts import cast_floats, find_lost
 
 
+@pytest.mark.guarantee(
+    "rows/refused",
+    "Values that a field would round, overflow or lose are refused, and a refused `extend` has written "
+    "nothing.",
+)
 def test_lost_numbers_are_found() -> None:
     for values, dtype, lost in [
         (np.array([1, 2**53 + 1, 2**53 + 3]), "float64", 2**53 + 1),

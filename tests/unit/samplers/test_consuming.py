@@ -21,16 +21,13 @@ import expstore
 from expstore import (
     ConsumingSampler,
     MemoryStorage,
-    NotReadyError,
     ReplayBuffer,
-    StateError,
-    StorageError,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
 from expstore.core import tuning
 from expstore.disk.files import Disk
-from expstore.errors import CorruptionError
+from expstore.errors import CorruptionError, NotReadyError, StateError, StorageError
 from expstore.maintenance.repair import repair
 from expstore.maintenance.verify import verify
 from expstore.storages.engine.open_settings import Settings
@@ -115,6 +112,7 @@ def test_every_row_that_is_left_has_the_same_chance() -> None:
     assert np.abs(others - 20_000 * 4 / (20 * 19)).max() < 5 * np.sqrt(20_000 * 4 / (20 * 19))
 
 
+@pytest.mark.guarantee("draw/count")
 @pytest.mark.parametrize("kind", ["memory", "zarr", "sync"])
 def test_a_row_that_takes_a_slot_begins_at_0(kind: str, tmp_path: Path) -> None:
     """Rows in the tail and rows of a long batch, ring by ring, and longer than the spare slots."""
@@ -366,6 +364,11 @@ def live(rb: TensorDictReplayBuffer) -> None:
         numbers(rb, 3)
 
 
+@pytest.mark.guarantee(
+    "draw/count",
+    "Batches count when they are returned: prefetched ones do not, none comes twice, and "
+    "`ConsumingSampler` forgets none after a kill.",
+)
 @pytest.mark.slow
 def test_killed_at_any_moment_nothing_that_was_returned_is_forgotten(tmp_path: Path) -> None:
     """Batches are told through a pipe; the kill may come in the middle of one that nobody gets."""

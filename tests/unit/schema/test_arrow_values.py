@@ -70,6 +70,7 @@ def test_values_come_back_as_they_were(data: st.DataObject) -> None:
     assert to_type(text).equals(column.type)
 
 
+@pytest.mark.guarantee("rows/refused")
 def test_lossy_values_are_refused() -> None:
     for values, words in [
         ([object()], "object"),

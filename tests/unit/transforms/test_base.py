@@ -18,14 +18,13 @@ from expstore import (
     ReplayBuffer,
     ReplayBufferEnsemble,
     SamplerWithoutReplacement,
-    SchemaError,
     SliceSampler,
-    StateError,
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
-    traj,
 )
+from expstore.errors import SchemaError, StateError
 from expstore.storages.memory import MemoryStorage
+from expstore.trajectories import traj
 from expstore.transforms import Compose, StepTransform, StepView, compose
 from expstore.transforms.base import Overtaken
 from tests.support.batches import trajectory_rows
@@ -308,6 +307,7 @@ def test_a_batch_is_drawn_again_when_a_neighbouring_row_is_overwritten() -> None
     assert int(batch["before"]) in {x * 1000 + step for x, own in held(rb).items() for step in own}
 
 
+@pytest.mark.guarantee("draw/whole")
 def test_a_batch_is_drawn_again_when_rows_were_changed() -> None:
     rb = ReplayBuffer(storage=MemoryStorage(10, seed=3), batch_size=2)
     rb.extend(trajectory_rows(1, 10))

@@ -105,6 +105,7 @@ def test_uncroppable_data_is_refused() -> None:
 # -- in buffers ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("draw/next")
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_stretches_follow_from_the_draw(tmp_path: Path, prefetch: int) -> None:
     def samples(rb: Any, count: int) -> list[list[list[int]]]:
