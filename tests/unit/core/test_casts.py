@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from expstore.core.casts import cast_floats, find_lost
 
