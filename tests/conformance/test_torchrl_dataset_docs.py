@@ -56,7 +56,7 @@ def run_samples(name: str, change: Callable[[str], str] = str) -> dict[str, Any]
     names: dict[str, Any] = {"__name__": "example", "torchrl_logger": module.__dict__.get("torchrl_logger")}
     replaced = 0
     for example in examples:
-        source, count = IMPORT.subn(r"from expstore import \1", example.source)
+        source, count = IMPORT.subn(r"from expstore.datasets import \1", example.source)
         replaced += count
         exec(compile(change(source), name, "single"), names)
     assert replaced

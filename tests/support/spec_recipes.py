@@ -10,7 +10,7 @@ import torch
 import torchrl.data as torchrl
 from hypothesis import strategies as st
 
-import expstore
+import expstore.specs
 
 FLOATS = (torch.float32, torch.float64, torch.float16)
 WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -28,7 +28,7 @@ class Recipe:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def here(self) -> Any:
-        return getattr(expstore, self.name)(*self.args, **self.kwargs)
+        return getattr(expstore.specs, self.name)(*self.args, **self.kwargs)
 
     def there(self) -> Any:
         return getattr(torchrl, self.name)(*self.args, **self.kwargs)

@@ -13,12 +13,12 @@ import torch
 import torchrl.data as theirs
 from tensordict import TensorDict
 
-import expstore
 from expstore import LazyTensorStorage, RandomCropTensorDict, ReplayBuffer, ZarrStorage
 from expstore.datasets import OfflineToOnlineReplayBuffer, prefill_replay_buffer
 from expstore.errors import SchemaError
 from expstore.transforms import StepTransform
 from tests.support.refusals import check_refusals
+from tests.support.torchrl_pair import OURS
 from tests.unit.datasets.test_d4rl import arrays, write
 
 pytestmark = pytest.mark.index
@@ -28,7 +28,7 @@ def rows(count: int, value: float, *, first: int = 0) -> TensorDict:
     return TensorDict({"x": torch.full((count, 2), value), "n": torch.arange(first, first + count)}, [count])
 
 
-def made(library: Any = expstore, *, fraction: float = 0.5, **keywords: Any) -> Any:
+def made(library: Any = OURS, *, fraction: float = 0.5, **keywords: Any) -> Any:
     dataset = library.ReplayBuffer(storage=library.LazyTensorStorage(100))
     dataset.extend(rows(100, -1.0))
     return library.OfflineToOnlineReplayBuffer(
@@ -36,7 +36,7 @@ def made(library: Any = expstore, *, fraction: float = 0.5, **keywords: Any) -> 
     )
 
 
-@pytest.mark.parametrize("library", [expstore, theirs], ids=["ours", "torchrl"])
+@pytest.mark.parametrize("library", [OURS, theirs], ids=["ours", "torchrl"])
 def test_a_batch_has_the_same_part_of_each(library: Any) -> None:
     for fraction, size, wanted in ((0.5, 8, 4), (0.25, 10, 2), (0.75, 10, 8), (0.01, 10, 0), (0.99, 10, 10)):
         rb = made(library, fraction=fraction, batch_size=size)
@@ -144,7 +144,7 @@ def raised(act: Callable[[], Any]) -> BaseException:
 def test_arguments_that_torchrl_refuses_are_refused(keywords: dict[str, Any]) -> None:
     ours, other = (
         raised(lambda lib=lib: lib.OfflineToOnlineReplayBuffer(object(), **keywords))  # type: ignore[misc]
-        for lib in (expstore, theirs)
+        for lib in (OURS, theirs)
     )
     assert isinstance(ours, type(other))
     assert str(ours).split(", got")[0].split(". ")[0] == str(other).split(", got")[0].split(". ")[0]

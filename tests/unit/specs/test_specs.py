@@ -375,7 +375,7 @@ def test_errors_read_alike() -> None:
         (lambda of: of.Choice([of.OneHot(3), of.OneHot(4)]), ValueError, "must have the same shape"),
         (lambda of: of.Choice([of.OneHot(3)]).index(0, 0), NotImplementedError, "index is not implemented"),
     ]:
-        for of in (expstore, torchrl):
+        for of in (expstore.specs, torchrl):
             with pytest.raises(error, match=text):
                 make(of)
 
@@ -741,4 +741,4 @@ def test_older_names_are_the_same_classes() -> None:
         ("UnboundedContinuousTensorSpec", "UnboundedContinuous"),
         ("UnboundedDiscreteTensorSpec", "UnboundedDiscrete"),
     ]:
-        assert getattr(expstore, old) is getattr(expstore, new) is getattr(expstore.specs, new)
+        assert getattr(expstore.specs, old) is getattr(expstore.specs, new)
