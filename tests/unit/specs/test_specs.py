@@ -11,6 +11,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -742,3 +743,9 @@ def test_older_names_are_the_same_classes() -> None:
         ("UnboundedDiscreteTensorSpec", "UnboundedDiscrete"),
     ]:
         assert getattr(expstore.specs, old) is getattr(expstore.specs, new)
+
+
+@pytest.mark.parametrize("kind", [partial(expstore.Bounded, 0, 10), expstore.Unbounded])
+def test_numbers_are_rounded_to_integers(kind: Any) -> None:
+    spec = kind(shape=(4,), dtype=torch.int64)
+    assert spec.project(torch.tensor([2.7, 2.2, 0.4, 9.6])).tolist() == [3, 2, 0, 10]
