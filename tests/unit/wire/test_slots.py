@@ -67,6 +67,14 @@ def test_columns_are_read_in_place() -> None:
         assert length <= Slot.space_for(call, layouts) <= shared.size
 
 
+def test_a_slot_has_space_for_the_ids_of_small_rows() -> None:
+    flags = [np.zeros(1000, np.bool_)]
+    call, layouts = Call(b"{}", 1000), layouts_of(flags)
+    slot = Slot(memory(Slot.space_for(call, layouts)))
+    slot.write_call(1, call, layouts, flags)
+    assert slot.numbers_answer(1000).shape == (1000,)
+
+
 def test_calls_of_other_sizes_and_texts_follow_one_another() -> None:
     slot, other = Slot(shared := memory()), None
     other = Slot(shared)
