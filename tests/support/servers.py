@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import socket
@@ -23,7 +22,7 @@ from tests.support import warm_processes
 
 
 class _Server(uvicorn.Server):
-    """A server that ends as soon as it is stopped; uvicorn's own looks ten times a second."""
+    """A server that says when it has started."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -31,15 +30,7 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
         self.has_started.set()
-
-    async def main_loop(self) -> None:
-        await self.on_tick(0)
-        await self._stopped.wait()
-
-    def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._stopped.set)
 
 
 class Serving:
@@ -72,7 +63,7 @@ class Serving:
         return self._server.server_state.connections
 
     def __exit__(self, *_: object) -> None:
-        self._server.stop()
+        self._server.should_exit = True
         self._thread.join(60)
         assert not self._thread.is_alive(), "the server does not end"
 
