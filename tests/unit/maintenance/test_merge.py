@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
@@ -111,6 +111,7 @@ def test_all_rows_of_all_stores_are_there(tmp_path: Path, fields: Any) -> None:
     sizes=st.lists(st.integers(0, 40), min_size=1, max_size=4),
     capacity=st.one_of(st.none(), st.integers(1, 60)),
 )
+@example(sizes=[30, 20], capacity=17)
 def test_the_last_rows_stay(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], capacity: int | None
 ) -> None:

@@ -55,6 +55,20 @@ def test_starts_follow_new_and_changed_rows(by: Any) -> None:
     assert starts(rb) == possible(rb, 4)
 
 
+def test_starts_follow_more_changes_than_are_remembered() -> None:
+    rb = memory_buffer(400, sampler=SliceSampler(slice_len=LENGTH, by="start", where="value = 4"))
+    for trajectory in range(1, 81):
+        rb.extend(rows(trajectory, 4))
+    rb.refresh()
+    assert starts(rb) == possible(rb, 4)
+    for place in range(300):
+        changed = rb[place : place + 1]
+        changed["value"] = (changed["value"] + 1) % 5
+        rb[place : place + 1] = changed
+        rb.refresh()
+    assert starts(rb) == possible(rb, 4)
+
+
 def test_facts_of_episodes_decide_too() -> None:
     rb = memory_buffer(60, sampler=SliceSampler(slice_len=LENGTH, by="start", where="episode.length >= 8"))
     for trajectory, count in ((1, 4), (2, 9), (3, 8)):
