@@ -121,7 +121,7 @@ class Rows:
 
 
 def play(name: str, steps: int) -> Play:
-    """Play a game with a random policy in 8 lanes, `steps` steps each, as many at a time as there are cores.
+    """Play a game with a random policy in 8 lanes of `steps` steps; each core plays a lane at a time.
 
     Args:
         name: Name of the game, as in `GAMES`.

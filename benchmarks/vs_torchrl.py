@@ -62,7 +62,7 @@ class Effort:
         rounds: Blocks of each side.
         calls: Calls in a block.
         wide_calls: Calls in a block where one call writes megabytes.
-        busy_calls: TorchRL's calls in a block beside a busy thread.
+        busy_calls: TorchRL's calls in a block while another thread is busy.
         query_calls: Queries of trajectories in a block; TorchRL's reads all rows and is run once.
         warm: Calls before the first block.
         warm_seconds: Seconds of sampling before anything is timed.

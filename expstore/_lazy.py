@@ -65,7 +65,7 @@ def attach(package: str) -> tuple[Callable[[str], object], Callable[[], list[str
 
 
 def _read_imports(stub: str) -> dict[str, tuple[str, str]]:
-    """Return the names that a stub imports, each with the module and the name that it has there."""
+    """Return the names that a stub imports, each with its module and its name in that module."""
     import ast  # here, so that importing a package is quick until one of its names is used
 
     return {

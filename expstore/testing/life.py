@@ -1,6 +1,6 @@
 """A buffer over a storage under test, together with a model of it.
 
-Every operation is applied to the buffer and to the model; `look` compares them. `machine_of` makes a state
+Every operation is applied to the buffer and to the model; `compare` compares them. `machine_of` makes a state
 machine of the operations for Hypothesis, which is imported when it is made.
 """
 
@@ -132,7 +132,7 @@ class Life:
         """Set priorities by id, and check that ids of deleted rows set nothing."""
         given = torch.tensor(list(values.values()), dtype=torch.float32)
         expected = self.model.set_priorities(dict(zip(values, given.tolist(), strict=True)))
-        self.model.settle()
+        self.model.mark_written()
         found = self.rb.update_priority(id=torch.tensor(list(values)), priority=given)
         same(found, expected, "the number of priorities that were set")
 
@@ -179,7 +179,7 @@ class Life:
 
     # -- comparisons -----------------------------------------------------------------------------
 
-    def look(self, rb: TensorDictReplayBuffer | None = None, *, episodes: bool = False) -> None:
+    def compare(self, rb: TensorDictReplayBuffer | None = None, *, episodes: bool = False) -> None:
         """Compare everything that can be read with the model.
 
         Args:
@@ -194,8 +194,8 @@ class Life:
         same(storage.write_count, model.write_count, "write_count of the storage")
         same(reader.write_count, model.write_count // storage.geometry.lanes, "write_count of the buffer")
         if model.rows:
-            self.look_at_rows(reader)
-            self._look_at_columns(storage)
+            self.compare_rows(reader)
+            self._compare_columns(storage)
             batch, info = reader.sample(return_info=True)
             expect(set(info["id"].tolist()) <= model.rows.keys(), f"{info['id']} were sampled")
             drawn = [model.rows[id] for id in info["id"].tolist()]
@@ -204,7 +204,7 @@ class Life:
             same(reader.sql(SQL_ROWS).fetchall(), model.sql_rows(), "the relation transitions")
             same(reader.sql(SQL_EPISODES).fetchall(), model.sql_episodes(), "the relation episodes")
 
-    def look_at_rows(self, rb: TensorDictReplayBuffer) -> None:
+    def compare_rows(self, rb: TensorDictReplayBuffer) -> None:
         """Check all rows by index, and single rows."""
         model, ordered = self.model, self.model.by_index
         found = rb[:] if model.lanes == 1 else rb[:].transpose(0, 1)  # with two dims time is the last one
@@ -215,7 +215,7 @@ class Life:
                 one = rb[index].unsqueeze(0)
                 check_rows(one, [row], f"[{index}]", trajectories=model.trajectories)
 
-    def _look_at_columns(self, storage: ReadView) -> None:
+    def _compare_columns(self, storage: ReadView) -> None:
         """Check rows by id, and the columns that every row has besides the user's fields."""
         rows, ids, model = self.model.live, self.ids, self.model
         schema, geometry = storage.require_schema(), storage.geometry
@@ -274,13 +274,13 @@ class _Acts:
         named = [self.life.model.name_cells(cells) for cells in batches]
         self.life.write_and_be_killed(*named, source=source)
 
-    def look(self) -> None:
-        self.life.look()
+    def compare(self) -> None:
+        self.life.compare()
 
     def teardown(self) -> None:
         if hasattr(self, "life"):
             try:
-                self.life.look(episodes=True)
+                self.life.compare(episodes=True)
             finally:
                 self.life.storage.close()
 
@@ -313,7 +313,7 @@ def machine_of(suite: StorageSuite, folder: Path) -> type[RuleBasedStateMachine]
         "lap": rule(short=st.integers(0, 9), beyond=st.integers(0, 15))(_Acts.lap),
         "prioritise": rule(places=places, value=values)(_Acts.prioritise),
         "empty": rule()(_Acts.empty),
-        "look": stateful.invariant()(_Acts.look),
+        "compare": stateful.invariant()(_Acts.compare),
     }
     if suite.patches:
         rules["patch"] = rule(places=places)(_Acts.patch)

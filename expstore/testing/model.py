@@ -245,7 +245,7 @@ class Model:
             self.largest = (*self.largest, max(self.largest[-1], *live.values()))
         return len(live)
 
-    def settle(self, *, largest: bool = True) -> None:
+    def mark_written(self, *, largest: bool = True) -> None:
         """Mark priorities as written to disk.
 
         Args:
@@ -268,7 +268,7 @@ class Model:
         """Make a snapshot, and return its number."""
         snapshot = self.copy()
         snapshot.versions = {}
-        snapshot.settle()
+        snapshot.mark_written()
         number = max(self.versions, default=0) + 1
         self.versions = {**self.versions, number: snapshot}
         for old in list(self.versions)[:-KEEP]:

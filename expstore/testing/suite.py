@@ -161,43 +161,43 @@ class StorageSuite(ABC):
         """Batches of any length are kept up to the capacity, across the end of the slots, and single rows."""
         for capacity, counts in _EXTENDS:
             with self.life(tmp_path, capacity) as life:
-                life.look()
+                life.compare()
                 for count in counts:
                     life.extend(count)
-                    life.look()
+                    life.compare()
                 life.add()
-                life.look(episodes=True)
+                life.compare(episodes=True)
         with self.life(tmp_path) as life:
             life.add()
             for short, counts in _ENDS:
                 life.lap(short)
                 for count in counts:
-                    life.look()
+                    life.compare()
                     life.extend(count)
                 life.add()
-                life.look()
+                life.compare()
             spare, slots = life.storage.geometry.spare, life.storage.geometry.slots or 0
             for count in (spare - 1, spare, spare + 1, slots - 1, slots, slots + 1, 2 * slots + 3):
                 life.extend(count)
-                life.look()
+                life.compare()
                 life.extend(2)
-                life.look()
+                life.compare()
 
     def test_time_and_lanes(self, tmp_path: Path) -> None:
         """With two dims every cell is a row, lanes have their own episodes, and whole steps are evicted."""
         with self.life(tmp_path, 24, lanes=3) as life:
             for steps in (1, 2, 5, 3, 8, 9, 1):
                 life.extend(steps)
-                life.look()
+                life.compare()
             life.lap(3)
             life.extend(3)
-            life.look(episodes=True)
+            life.compare(episodes=True)
             same(tuple(life.rb[:].shape), (3, 8), "the shape of all rows")
         with self.life(tmp_path, 24, lanes=2, trajectories=False) as life:
             for marks in ("..t.", "..", "T..t..", "." * 20):
                 cells = [Cell(0, mark.strip(".")) for mark in marks]
                 life.extend(cells, "w" if len(marks) == 6 else None)
-                life.look(episodes=True)
+                life.compare(episodes=True)
 
     def test_streams_and_trajectories(self, tmp_path: Path) -> None:
         """Sources continue across batches, and trajectories within sources; each ends independently."""
@@ -213,7 +213,7 @@ class StorageSuite(ABC):
                 life.extend(name_cells([Cell(3), Cell(4), Cell(3, "t")]), "a")
                 life.extend(name_cells([Cell(7), Cell(9), Cell(7)]), "b")
                 life.extend(name_cells([Cell(9)] * 4 + [Cell(9, "T")]))
-                life.look(episodes=True)
+                life.compare(episodes=True)
             row = life.model.live[-1]
             rows = [one for one in life.model.live if one.episode == row.episode]
             check_rows(life.rb.trajectory(row.episode), rows, "a trajectory")
@@ -269,7 +269,7 @@ class StorageSuite(ABC):
                 reader.join()
             if problems:
                 raise problems[0]
-            life.look()
+            life.compare()
 
     # -- draws and priorities --------------------------------------------------------------------
 
@@ -305,12 +305,12 @@ class StorageSuite(ABC):
                 life.set_priorities({1: 2.5, 4: 0.25, 8: 0.0, 9: 7.0, 0: 7.0, -3: 7.0})
                 life.extend(18)
                 life.set_priorities({1: 9.0, 6: 9.0, 7: 3.0, 26: 0.5})
-                life.look()
+                life.compare()
                 for bad in (-1.0, math.nan, math.inf, 1e39):
                     with raises(PriorityError, what=f"the priority {bad}"):
                         life.rb.update_priority(id=[10, 11, 12], priority=[5.0, bad, 6.0])
                 life.extend(5000)  # an unbounded storage grows
-                life.look()
+                life.compare()
 
     # -- changes ---------------------------------------------------------------------------------
 
@@ -325,12 +325,12 @@ class StorageSuite(ABC):
                     continue
                 ids = life.ids.tolist()
                 life.patch([ids[0], ids[7], 10**6, 0, -1, ids[-1]])
-                life.look()
+                life.compare()
                 life.patch(ids[3:])
                 life.lap(2)
                 life.extend(7)
                 life.patch([1, *life.ids.tolist()[::3]])
-                life.look()
+                life.compare()
                 model, rb = life.model, life.rb
                 chosen = model.by_index[1:6:2]
                 rb[[model.index_of(row.id) for row in chosen]] = make_batch(
@@ -339,7 +339,7 @@ class StorageSuite(ABC):
                 (row,) = model.change([model.by_index[4].id])
                 for name, values in patch_of([row]).items():
                     rb.set_at_(name, values[0], model.index_of(row.id))
-                life.look()
+                life.compare()
 
     def test_what_does_not_fit_changes_nothing(self, tmp_path: Path) -> None:
         """`extend`, `add` and patches refuse invalid rows whole, also after the ring has wrapped."""
@@ -350,7 +350,7 @@ class StorageSuite(ABC):
                     for act in (life.rb.extend, lambda batch: life.rb.add(batch[0])):
                         with raises(SchemaError, what=f"a batch with {what}"):
                             act(spoil(make_batch(life.model.live[:3])))
-                life.look()
+                life.compare()
                 life.extend(count)
             ids, rb = torch.from_numpy(life.ids[3:5]), life.rb
             for wrong in ({"value": torch.zeros(3)}, {"pixels": torch.zeros(2, 48)}, {"value": ["a", "b"]}):
@@ -362,7 +362,7 @@ class StorageSuite(ABC):
                 rb.set_at_("value", 0.0, [3, 20])
             with raises(NotFoundError, SchemaError, what="a change of overwritten rows"):
                 life.storage.writer().change(np.array([2, 9]), [0], [np.zeros(2, np.int64)])
-            life.look()
+            life.compare()
 
     def test_the_best_rows(self, tmp_path: Path) -> None:
         """In a full storage a better row replaces the worst one, in its slot."""
@@ -402,20 +402,20 @@ class StorageSuite(ABC):
                 for act in acts:
                     with raises(StateError, SchemaError, what="adding or dropping a field"):
                         act()
-                life.look()
+                life.compare()
                 return
             acts[0]()
             found = rb[:]
             same(found["score"], found["number"] * 2, "an added field")
             life.lap(1)
             life.extend(23)
-            life.look()
+            life.compare()
             same(set(rb[:]["score"].tolist()), {-1}, "the added field in later rows")
             rb.columns.drop("score")
-            life.look()
+            life.compare()
             if self.persistent:
                 life.reopen()
-                life.look()
+                life.compare()
             expect(life.rb[:].get("score") is None, "a dropped field is still there")
 
     def test_before_the_first_rows_and_after_closing(self, tmp_path: Path) -> None:
@@ -430,7 +430,7 @@ class StorageSuite(ABC):
             storage.writer().sync()
             same(storage.writer().set_priorities(np.array([1]), np.ones(1)), 0, "priorities that were set")
             life.extend(5)
-            life.look()
+            life.compare()
             batch = make_batch(life.model.live)
             rb.close()
             rb.close()
@@ -468,19 +468,19 @@ class StorageSuite(ABC):
                     life.extend(count, "a" if count < 30 else None)
                     life.set_priorities({life.model.last: 0.5 + count})
                     life.reopen()
-                    life.look()
+                    life.compare()
                 with raises(LockedError, what="a second writer"):
                     life.begin()
                 life.lap(3)
                 life.extend(9)
                 life.reopen()
-                life.look(episodes=True)
+                life.compare(episodes=True)
                 life.empty()
                 life.reopen()
-                life.look()
+                life.compare()
                 life.add()
                 self._check_files(life)
-                life.look(episodes=True)
+                life.compare(episodes=True)
 
     def test_killed(self, tmp_path: Path) -> None:
         """Rows, patches and `empty` survive a kill in every phase of a ring; priorities after a flush."""
@@ -489,10 +489,10 @@ class StorageSuite(ABC):
         with self.life(tmp_path) as life:
             for plan in ([3], [1, 14, 1], [9, 30, 2]):
                 life.write_and_be_killed(*([Cell()] * count for count in plan), source="a")
-                life.look()
+                life.compare()
             life.lap(5)
             life.write_and_be_killed([Cell(1), Cell(1, "t"), Cell(2)], [Cell(2)] * 6)
-            life.look(episodes=True)
+            life.compare(episodes=True)
             ids = life.ids.tolist()
             priorities = {id: 0.25 * id for id in ids[2:7]}
 
@@ -506,12 +506,12 @@ class StorageSuite(ABC):
             life.model.set_priorities(priorities)
             life.model.change(ids[4:15:3] if self.patches else [])
             life.model.reopen()
-            life.look()
+            life.compare()
             self._check_files(life)
             life.kill(lambda: life.rb.empty())
             life.model.empty()
             life.model.reopen()
-            life.look(episodes=True)
+            life.compare(episodes=True)
 
     def _check_files(self, life: Life) -> None:
         """Close a storage, check its files with `verify`, and open it again."""
@@ -535,13 +535,13 @@ class StorageSuite(ABC):
                     life.set_priorities({life.model.last: float(count)})
                     if self.patches:
                         life.patch([life.model.last, life.model.last - 1])
-                    _look_through(life, reader)
+                    _compare_reader(life, reader)
                 life.lap(2)
                 life.extend(12)
-                _look_through(life, reader)
+                _compare_reader(life, reader)
                 life.empty()
                 life.extend(4)
-                _look_through(life, reader)
+                _compare_reader(life, reader)
                 batch = make_batch(life.model.live)
                 for act in (lambda: reader.extend(batch), reader.empty, lambda: storage.writer().clear()):
                     with raises(StateError, what="a change by a follower"):
@@ -549,7 +549,7 @@ class StorageSuite(ABC):
                 life.rb.close()
                 life.model.reopen()
                 reader.refresh()
-                life.look_at_rows(reader)
+                life.compare_rows(reader)
                 life.rb = life.begin()
 
     def _check_copies(self, life: Life) -> None:
@@ -563,7 +563,7 @@ class StorageSuite(ABC):
             check_rows(other[:], rows, "a copy's rows after the original was extended")
             other.extend(make_batch(rows))
             other.empty()
-            life.look()
+            life.compare()
 
     def test_versions(self, tmp_path: Path) -> None:
         """A snapshot contains the storage as it was; `loads` replaces the content with it."""
@@ -574,7 +574,7 @@ class StorageSuite(ABC):
                 with raises(SnapshotError, StateError, NotFoundError, what="loads of a snapshot"):
                     life.rb.dumps(folder)
                     life.rb.loads(folder)
-                life.look()
+                life.compare()
                 return
             for count in (3, 30, 4100):
                 life.extend(count)
@@ -587,7 +587,7 @@ class StorageSuite(ABC):
             for number in (2, 1, 3):
                 life.rb.loads(folder, number)
                 life.model = life.model.loads(number, life.storage.last)
-                life.look()
+                life.compare()
             with raises(SnapshotError, what="a snapshot that does not exist"):
                 life.rb.loads(folder, 17)
             other.rb.loads(folder, 1)
@@ -676,11 +676,11 @@ def _draw(life: Life) -> list[int]:
     return numbers
 
 
-def _look_through(life: Life, reader: TensorDictReplayBuffer) -> None:
+def _compare_reader(life: Life, reader: TensorDictReplayBuffer) -> None:
     """Compare a follower with the model; fail if it does not see the newest row."""
     life.rb.flush()
     reader.refresh()
-    life.look(reader, episodes=True)
+    life.compare(reader, episodes=True)
 
 
 def _check_whole(batch: TensorDict) -> None:
@@ -713,7 +713,7 @@ def _cannot_change(life: Life) -> None:
     for name, act in acts.items():
         with raises(SchemaError, StateError, what=f"{name} on a storage whose rows cannot be changed"):
             act()
-    life.look()
+    life.compare()
 
 
 _SPOILT: dict[str, Callable[[Any], Any]] = {

@@ -44,7 +44,7 @@ def largest_of(answer: httpx.Response) -> int:
 @pytest.mark.guarantee(
     "access/limits",
     "An answer has at most `max_answer` bytes; heads, bodies and answers have deadlines, and idle "
-    "connections block nobody.",
+    "connections do not block other clients.",
 )
 @pytest.mark.slow
 def test_a_million_rows_of_100_kilobytes_are_refused_at_once(tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ def test_a_stream_may_be_left(connected: httpx.Client) -> None:
             size += len(part)
             if size > 3_000_000:
                 break
-    post_rows(connected, 10, 100).raise_for_status()  # the server goes on
+    post_rows(connected, 10, 100).raise_for_status()  # the server still answers
 
 
 @pytest.mark.slow

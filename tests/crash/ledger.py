@@ -1,8 +1,8 @@
 """The expected content of a store: rows that are functions of their id, and a ledger of operations.
 
 Used by harness.py on both sides of the pipe: the child runs the plan, and the parent computes the expected
-content from the same plan. This module never reads a store. The ledger is the model of expstore.testing, with
-what plans need beside it.
+content from the same plan. This module never reads a store. The ledger is the model of expstore.testing;
+it adds what plans need.
 """
 
 from __future__ import annotations
@@ -421,11 +421,11 @@ class Ledger(Model):
         self.draw += 1
 
     def _flush(self, op: Op) -> None:
-        self.settle()
+        self.mark_written()
         self.noted_draw = self.draw
 
-    def settle(self, *, largest: bool = True) -> None:
-        super().settle(largest=largest)
+    def mark_written(self, *, largest: bool = True) -> None:
+        super().mark_written(largest=largest)
         self.sampled = {i: self.sampled[i][-1:] for i in self.rows}
 
     def _sql(self, op: Op) -> None:

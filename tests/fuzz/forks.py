@@ -18,7 +18,6 @@ from expstore.errors import ExpStoreError
 CPU_SECONDS = 2.0
 MEMORY_BYTES = 200 << 20
 _HEAD = struct.Struct("<IBI")
-_OPENS = ("open", "os.open")
 
 
 @dataclass

@@ -33,7 +33,6 @@ from tests.support.tuned import set_spare_slots
 pytestmark = pytest.mark.usefixtures("no_syncs")
 
 WIDE = ("observation", "next.observation", "extra")
-_TORCH = {"bool": torch.bool, "bfloat16": torch.bfloat16, "complex64": torch.complex64}
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -311,14 +311,14 @@ class Life(stateful.RuleBasedStateMachine):
     @stateful.rule(fatal=fatal)
     def flush(self, fatal: Fatal) -> None:
         after = self.truth.copy()
-        after.settle()
+        after.mark_written()
         self.act(fatal, after, "flush")
 
     @stateful.precondition(lambda self: self.kind != "memory")
     @stateful.rule(fatal=fatal)
     def tick(self, fatal: Fatal) -> None:
         after = self.truth.copy()
-        after.settle(largest=False)
+        after.mark_written(largest=False)
         self.act(fatal, after, "tick")
 
     # -- ends of processes ---------------------------------------------------------------------------
@@ -330,7 +330,7 @@ class Life(stateful.RuleBasedStateMachine):
         self.act(fatal, after, "close")
         if self.truth is not after:
             return  # killed
-        after.settle()
+        after.mark_written()
         self.host.end()
         self.host = self.open()
         after.reopen()
@@ -359,7 +359,7 @@ class Life(stateful.RuleBasedStateMachine):
         if self.follower is None:
             self.follower = Host(self.at, self.kind, None, "random", "r")
         self.host.call("tick")
-        self.truth.settle(largest=False)
+        self.truth.mark_written(largest=False)
         check(self.follower.call("follow"), self.truth, self.kind, "follower")
 
     @stateful.precondition(lambda self: self.truth.write_count)

@@ -185,8 +185,6 @@ SLOW: tuple[str, ...] = (
     "SELECT sum(a._id * b._id * c._id) FROM transitions a, transitions b, transitions c, range(100000)",
 )
 
-ATTACKS: tuple[str, ...] = (*REFUSED, *CONTAINED, *SLOW)
-
 #: Arguments with which functions are called.
 ARGUMENTS: tuple[str, ...] = (
     "NULL",

@@ -239,28 +239,7 @@ export async function render(root, context) {
         replace(body);
         count.textContent = "";
       } else {
-        replace(
-          body,
-          errorState(error),
-          page
-            ? h(
-                "p",
-                null,
-                h(
-                  "button",
-                  {
-                    type: "button",
-                    click: () => {
-                      page = "";
-                      setQuery({ page });
-                      load();
-                    },
-                  },
-                  "First page",
-                ),
-              )
-            : null,
-        );
+        replace(body, errorState(error), page ? h("p", null, firstPageButton()) : null);
       }
     } finally {
       if (!both.aborted) {
@@ -269,6 +248,15 @@ export async function render(root, context) {
         next.disabled = cursors.next === null;
       }
     }
+  }
+
+  function firstPageButton() {
+    const click = () => {
+      page = "";
+      setQuery({ page });
+      load();
+    };
+    return h("button", { type: "button", click }, "First page");
   }
 
   /** @param {import("../episode_data.js").Episode[]} episodes */
@@ -280,21 +268,7 @@ export async function render(root, context) {
         hasFilter(filter)
           ? emptyState("No episode matches.", h("button", { type: "button", click: clear }, "Remove all filters"))
           : page
-            ? emptyState(
-                "There are no more episodes.",
-                h(
-                  "button",
-                  {
-                    type: "button",
-                    click: () => {
-                      page = "";
-                      setQuery({ page });
-                      load();
-                    },
-                  },
-                  "First page",
-                ),
-              )
+            ? emptyState("There are no more episodes.", firstPageButton())
             : emptyState(
                 "There are no episodes yet.",
                 "They appear here when a program writes rows, for instance with ",

@@ -109,7 +109,7 @@ def test_a_field_that_is_added_during_a_draw_costs_no_rows(store_path: Path, sam
 def test_equal_generators_draw_equal_batches(sampler: str) -> None:
     found = []
     for number, seed in enumerate((3, 3, 4)):
-        storage = MemoryStorage(1000, seed=number)  # it does not matter beside a generator
+        storage = MemoryStorage(1000, seed=number)  # a generator decides the draws, not this seed
         rb = TensorDictReplayBuffer(storage=storage, sampler=SAMPLERS[sampler](), generator=given(seed))
         fill(rb)
         found.append(drawn(rb, 10))

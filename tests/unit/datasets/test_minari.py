@@ -116,7 +116,7 @@ def test_long_episodes_of_tables(tmp_path: Path, form: str, monkeypatch: pytest.
     assert rows["next", "observation"][:, 0].tolist() == [*at[1:], *(at[1:] + 1)]
 
 
-# -- beside TorchRL's class ------------------------------------------------------------------------------
+# -- compared with TorchRL's class -------------------------------------------------------------------------
 
 
 def of_torchrl(name: str, target: Path) -> TensorDict:

@@ -1,4 +1,4 @@
-"""The Atari DQN class: rows, slices and folders beside TorchRL's, and each difference."""
+"""The Atari DQN class: rows, slices and folders compared with TorchRL's, and each difference."""
 
 from __future__ import annotations
 
