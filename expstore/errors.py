@@ -10,7 +10,8 @@ All modules raise these errors. This module does no I/O::
     ├── PriorityError  (ValueError)     negative, NaN or infinite priority; no priority was set
     ├── QueryError     (ValueError)     the SQL is not one read-only SELECT that DuckDB accepts
     ├── NotFoundError  (KeyError)       no such id, episode or snapshot
-    │   └── NoRowError (IndexError)     no row with this index
+    │   ├── NoRowError (IndexError)     no row with this index
+    │   └── RowsChangedError            a recorded batch had rows that are not there any more
     ├── NotReadyError  (RuntimeError)   fewer rows than the call needs; try again later
     ├── StateError     (RuntimeError)   closed, poisoned, or not open for writing
     │   └── LockedError                 another process has the store open for writing
@@ -40,6 +41,7 @@ __all__ = [
     "PriorityError",
     "QueryError",
     "RemoteError",
+    "RowsChangedError",
     "SchemaError",
     "SnapshotError",
     "StackError",
@@ -147,6 +149,12 @@ class NoRowError(NotFoundError, IndexError):
     """No row has this index."""
 
     default_kind = "no_row"
+
+
+class RowsChangedError(NotFoundError):
+    """A recorded batch had rows that were deleted or overwritten since."""
+
+    default_kind = "rows_changed"
 
 
 class NotReadyError(ExpStoreError, RuntimeError):

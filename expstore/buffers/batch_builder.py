@@ -60,7 +60,8 @@ class BatchBuilder(StorePart):
         pin_memory: bool,
         metadata: Any = None,
     ) -> None:
-        self._style = style
+        #: Which entries batches have besides the fields.
+        self.style = style
         #: The chain of transforms; the ingest uses the same object.
         self.transform = transform
         self._collate_fn = collate_fn
@@ -123,16 +124,16 @@ class BatchBuilder(StorePart):
             numbers: Random numbers for the transforms; None: no transform uses any.
             as_numpy: Whether to return nested dicts of arrays.
         """
-        root = self._style.root(storage.geometry, rows, generations=self._generations)
+        root = self.style.root(storage.geometry, rows, generations=self._generations)
         more = None
         if rows.marks or rows.info:
-            more = self._style.mark(rows, storage.require_schema(), columns)
+            more = self.style.mark(rows, storage.require_schema(), columns)
         build = self._build_arrays if as_numpy else self.build
         return build(storage, columns, (rows.ids.size,), root, more, view, numbers)
 
     def of_rows(self, storage: ReadView, rows: Selection, columns: list[Array], view: StepView | None) -> Any:
         """Return rows that were read by id, with the entries that samples have."""
-        root = self._style.root(storage.geometry, rows, generations=self._generations)
+        root = self.style.root(storage.geometry, rows, generations=self._generations)
         return self.build(storage, columns, (rows.ids.size,), root, view=view)
 
     def build(

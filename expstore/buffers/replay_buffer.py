@@ -30,6 +30,7 @@ from expstore.buffers.arguments import (
 )
 from expstore.buffers.batch_builder import BatchBuilder
 from expstore.buffers.columns import Columns
+from expstore.buffers.consumer import Consumer, Consumers, Keep, Missing, Position
 from expstore.buffers.domain_checks import row_text, specs_of
 from expstore.buffers.episodes import Episodes
 from expstore.buffers.indexing import StoredRows
@@ -210,6 +211,7 @@ class ReplayBuffer:
         self._batches.label_generations(placing.tracks_generations)
         #: What buffers over several stores draw from; it has samplers of its own, so it is made when needed.
         self._member: Any = None
+        self._consumers: list[Consumer] = []
         self._connect()
         if shared:
             self.share()
@@ -359,6 +361,61 @@ class ReplayBuffer:
         if size is None:
             raise StateError("batch_size not specified", hint="give it to sample(), or to the buffer")
         return check_batch_size(size)
+
+    def consumer(
+        self,
+        name: str,
+        *,
+        sampler: Sampler | SamplerName | Callable[[], Sampler] | None = None,
+        batch_size: int | None = None,
+        seed: int | None = None,
+        at: Position | None = None,
+        missing: Missing = "raise",
+        keep: Keep = "uncommitted",
+    ) -> Consumer:
+        """Open a consumer: a reader with a name, whose draws are written down. It is created if it is new.
+
+        A learner that saves `consumer.position` with its checkpoint can go back to it: `seek` lets the draws
+        since then come again. A store may have any number of consumers, and each may have any sampler.
+
+        Args:
+            name: 1 to 100 letters, digits or `. _ -`.
+            sampler: Chooses the rows of new draws: a sampler, its name, or a function that returns it;
+                uniform by default. A `ConsumingSampler` counts in the store and cannot be used.
+            batch_size: Rows per batch; None: the buffer's.
+            seed: Seed of the draws of a new consumer; None: the store's.
+            at: A position to begin at, as by `seek`; None: after the last recorded draw.
+            missing: What happens when a row of a recorded draw was deleted or overwritten: "raise" for a
+                `RowsChangedError`, "skip" to leave it out.
+            keep: Which draws the log keeps: "uncommitted" for those after the last `commit`, "all", or the
+                last so many.
+
+        Raises:
+            ArgumentError: An argument is not allowed; the consumer has another seed; `at` is a position of
+                another one.
+            LockedError: Another process, or another object of this one, draws for the consumer.
+            StateError: The store is in RAM, a version, or closed; the buffer has a sample unit or a rate
+                limiter; the draws after `at` are not kept.
+            StorageError: The disk failed, or the store's folder cannot be written to.
+        """
+        if self._sampling.unit is not None or self._sampling.limiter is not None:
+            raise StateError(
+                "a buffer with a sample unit or a rate limiter has no consumers",
+                hint="open the store without them; SliceSampler draws steps around a row",
+            )
+        size = self._size(batch_size)
+        consumer = Consumer(
+            name, self._store, self._batches, sampler, batch_size=size, as_numpy=self._as_numpy, seed=seed,
+            missing=missing, keep=keep, relabeling=self._sampling.relabeling,
+        )  # fmt: skip
+        self._consumers = [one for one in self._consumers if not one.closed] + [consumer]
+        if at is not None:
+            try:
+                consumer.seek(at)
+            except BaseException:
+                consumer.close()
+                raise
+        return consumer
 
     # -- single rows and single batches ------------------------------------------------------------
 
@@ -818,6 +875,11 @@ class ReplayBuffer:
         return Snapshots(self._store, self._sampling)
 
     @property
+    def consumers(self) -> Consumers:
+        """List the store's consumers, and end them."""
+        return Consumers(self._store)
+
+    @property
     def retention(self) -> Retention:
         """Set which rows a store without a capacity keeps."""
         return Retention(self._store)
@@ -845,7 +907,7 @@ class ReplayBuffer:
         return self._store.catalog.query(query, params)
 
     def flush(self) -> None:
-        """Sync rows, priorities and the number of the next draw to the disk.
+        """Sync rows, priorities, the number of the next draw, and the draws of open consumers to the disk.
 
         Raises:
             StorageError: The disk failed; the store must be opened again.
@@ -855,6 +917,9 @@ class ReplayBuffer:
             proxy.flush()
         else:
             self._store.storage.writer().sync()
+        for consumer in self._consumers:
+            if not consumer.closed:
+                consumer.flush()
 
     def refresh(self) -> None:
         """Update what is derived from rows: `where` and `weight` of the sampler, and a follower's episodes.
@@ -993,6 +1058,8 @@ class ReplayBuffer:
         """Flush, update the index for other programs, and release the store."""
         self._sampling.close()
         self._sharing.stop()
+        for consumer in self._consumers:
+            consumer.close()
         if self._member is not None:
             self._member.close()
         self._store.close()
@@ -1326,7 +1393,7 @@ class ReplayBuffer:
         Raises:
             StateError: The store is closed.
         """
-        return vars(self) | {"_iterating": False, "_member": None}
+        return vars(self) | {"_iterating": False, "_member": None, "_consumers": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the result of `__getstate__`; a store on disk is opened when it is first used."""

@@ -23,6 +23,7 @@ from expstore.buffers.rng import GivenDraws, set_state
 from expstore.buffers.row_styles import RowStyle
 from expstore.buffers.sample_units import SampleUnit, check_unit
 from expstore.buffers.store_handle import Life, StoreHandle, StorePart
+from expstore.core.draw_state import DrawState
 from expstore.core.draws import DrawNumber, Draws
 from expstore.core.values import Array, IntArray, Key, Selection
 from expstore.errors import ArgumentError, ExpStoreError, StateError
@@ -77,6 +78,7 @@ class Sampling(StorePart):
         prefetch: Number of batches that a background thread prepares.
         generator: Random generator of all draws; None: draws follow from the store's seed.
         draws: Random numbers to use instead of both; batches are then drawn by number.
+        state: The draws' number, and the sampler's progress; None: those of the storage.
 
     Raises:
         ArgumentError: A follower is given a limiter.
@@ -94,6 +96,7 @@ class Sampling(StorePart):
         prefetch: int = 0,
         generator: torch.Generator | None = None,
         draws: Draws | None = None,
+        state: DrawState | None = None,
     ) -> None:
         if limiter is not None and store.storage.follows:
             raise ArgumentError(
@@ -109,8 +112,12 @@ class Sampling(StorePart):
         #: Limits how fast rows may be sampled; None: no limit.
         self.limiter = limiter
         self._prefetch = prefetch
-        self._relabeling: Relabeling | None = None
+        #: Gives rows of batches other values than the stored ones; None: nothing does.
+        self.relabeling: Relabeling | None = None
         self._fixed_draws = draws
+        self._state = state
+        if state is not None:
+            self.sampler.keep_progress_in(state)
         #: Random generator of all draws; None: draws follow from the store's seed.
         self.generator = generator
         self._draws: Draws | None = None
@@ -120,7 +127,7 @@ class Sampling(StorePart):
 
     def relabel_by(self, relabeling: Relabeling) -> None:
         """Relabel rows of all batches from now on."""
-        self._relabeling = relabeling
+        self.relabeling = relabeling
 
     # -- the path of a sample ----------------------------------------------------------------------
 
@@ -143,7 +150,7 @@ class Sampling(StorePart):
         if self._prefetch:
             made = self._require_prefetcher().next(self, request)
             return made.batch, made.selection
-        draw = (self._draws or self._require_draws()).next(storage.draws)
+        draw = (self._draws or self._require_draws()).next(self._state or storage.draws)
         batch, rows = self._draw(storage, draw, request, [])
         self.sampler.hand_out(storage, rows)
         return batch, rows
@@ -232,8 +239,8 @@ class Sampling(StorePart):
         if limit is not None:
             limit.check(storage, rows.ids)
         view = transform.look(storage, rows.ids, generator) if transform.steps else None
-        if self._relabeling is not None:
-            view = self._relabeling.look(storage, rows.ids, generator, view)
+        if self.relabeling is not None:
+            view = self.relabeling.look(storage, rows.ids, generator, view)
         if view is None:
             columns = storage.read(rows.ids)
             return rows, columns if storage.intact(rows.ids) else None, None
@@ -291,7 +298,7 @@ class Sampling(StorePart):
 
     def draw_ahead(self, number: int) -> DrawNumber:
         """Return the draw of the batch after `number` prefetched batches."""
-        return self._require_draws().ahead(self._store.storage.draws, number)
+        return self._require_draws().ahead(self._state or self._store.storage.draws, number)
 
     def make(self, draw: DrawNumber, request: Request, instead: Selection | None = None) -> Made:
         """Make the batch of a turn; `instead` is an earlier selection for it whose rows were overwritten."""
@@ -318,7 +325,7 @@ class Sampling(StorePart):
     def hand_out(self, made: Made) -> None:
         """Count the oldest prefetched batch as returned."""
         storage = self._store.storage
-        self._require_draws().hand_out(storage.draws)
+        self._require_draws().hand_out(self._state or storage.draws)
         self.sampler.hand_out(storage, made.selection)
 
     def give_back(self) -> None:
@@ -328,7 +335,7 @@ class Sampling(StorePart):
 
     def _changes(self) -> object:
         """Return a token that changes when earlier batches become stale."""
-        storage, relabeling = self._store.storage, self._relabeling
+        storage, relabeling = self._store.storage, self.relabeling
         return (
             storage.changes.number,
             storage.epochs.fields,
@@ -372,7 +379,7 @@ class Sampling(StorePart):
             users.append(f"the sampler ({sampler!r})")
         if self.unit is not None and key in self.unit.reads:
             users.append(f"the sample unit ({self.unit!r})")
-        if self._relabeling is not None and (user := self._relabeling.user_of(key)) is not None:
+        if self.relabeling is not None and (user := self.relabeling.user_of(key)) is not None:
             users.append(user)
         return users
 

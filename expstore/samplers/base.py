@@ -32,6 +32,7 @@ from expstore.storages.columns.priorities import check_priorities
 from expstore.storages.read_view import ids_to_weigh
 
 if TYPE_CHECKING:
+    from expstore.core.draw_state import DrawState
     from expstore.storages.read_view import ReadView
 
 #: The file of `dumps`; TorchRL's name.
@@ -115,6 +116,8 @@ class Sampler(metaclass=SamplerKind):
     #: Names of attributes that a copy does not get: the locks, trees and caches that `_begin` creates.
     _transient: ClassVar[frozenset[str]] = frozenset()
     _attached: weakref.ref[ReadView] | None = None
+    #: Where its progress is stored; None: with the draws of its storage.
+    _own_draws: DrawState | None = None
     #: The priorities that were set before the sampler had a storage.
     _early: EarlyPriorities | None = None
 
@@ -176,6 +179,13 @@ class Sampler(metaclass=SamplerKind):
             )
         return found
 
+    def keep_progress_in(self, draws: DrawState) -> None:
+        """Store the progress there, not with the draws of the storage; a copy does not get this."""
+        self._own_draws = draws
+
+    def _draws_of(self, storage: ReadView) -> DrawState:
+        return storage.draws if self._own_draws is None else self._own_draws
+
     def detach(self) -> None:
         """Stop evaluating the filter: the storage is about to close, or the buffer gets another sampler."""
         if self.filter is not None:
@@ -236,7 +246,8 @@ class Sampler(metaclass=SamplerKind):
             self.attach(storage)
         if not self.count_left(storage):
             raise self.build_no_rows_error(storage)
-        selection = self.select(storage, batch_size, next_numbers(storage.seed, storage.draws))
+        numbers = next_numbers(storage.seed, self._draws_of(storage))
+        selection = self.select(storage, batch_size, numbers)
         self.hand_out(storage, selection)
         return index_tensor(storage, selection.ids), info_of(storage, selection)
 
@@ -374,7 +385,7 @@ class Sampler(metaclass=SamplerKind):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy. The copy has a filter of its own."""
-        left_out = self._transient | {"_attached"}
+        left_out = self._transient | {"_attached", "_own_draws"}
         state = {name: value for name, value in self.__dict__.items() if name not in left_out}
         return state if self.filter is None else state | {"filter": copy.copy(self.filter)}
 

@@ -294,7 +294,7 @@ class StalenessAwareSampler(Sampler):
     def _keep(self) -> None:
         storage = None if self._storage is None else self._storage()
         if storage is not None and not storage.closed:
-            storage.draws.note_progress((_KIND, self._consumer_version, 0, 0))
+            self._draws_of(storage).note_progress((_KIND, self._consumer_version, 0, 0))
 
     @property
     def reads(self) -> frozenset[Key]:
@@ -311,7 +311,7 @@ class StalenessAwareSampler(Sampler):
         """
         super().attach(storage)
         self._storage, self._known, self._masses = weakref.ref(storage), _Known(), None
-        kind, version, *_ = storage.draws.progress
+        kind, version, *_ = self._draws_of(storage).progress
         if self._told:
             self._keep()
         elif kind == _KIND:

@@ -125,11 +125,11 @@ class StreamingSliceSampler(SliceSampler):
         super().attach(storage)
         self._begins = _Begins()
         self._storage = weakref.ref(storage)
-        kind, written = storage.draws.progress[:2]
+        kind, written = self._draws_of(storage).progress[:2]
         with self._own:
             self._mark = self._handed = _mark_at(storage, written) if kind == self._kind else storage.last
         if kind != self._kind and not storage.follows:
-            storage.draws.note_progress((self._kind, _count_written(storage, self._mark), 0, 0))
+            self._draws_of(storage).note_progress((self._kind, _count_written(storage, self._mark), 0, 0))
 
     def select(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose the next new slices, and other slices if there are too few.
@@ -211,7 +211,9 @@ class StreamingSliceSampler(SliceSampler):
         with self._own:
             if selection.progress[1] > self._handed:  # two threads may return batches in another order
                 self._handed = selection.progress[1]
-                storage.draws.note_progress((self._kind, _count_written(storage, self._handed), 0, 0))
+                self._draws_of(storage).note_progress(
+                    (self._kind, _count_written(storage, self._handed), 0, 0)
+                )
 
     def rewind(self, storage: ReadView) -> None:
         """Continue after the last batch that was returned to the user."""

@@ -116,7 +116,7 @@ class SamplerWithoutReplacement(Sampler):
         super().attach(storage)
         with self._lock:
             self._ran_out = False
-            kind, number, position, size = storage.draws.progress
+            kind, number, position, size = self._draws_of(storage).progress
             self._key = None
             self._start(*((number, position, size) if kind == self._kind else (0, 0, 0)))
 
@@ -263,7 +263,7 @@ class SamplerWithoutReplacement(Sampler):
         with self._lock:
             if selection.progress[1:3] > self._handed[:2]:  # two threads may return them in another order
                 self._handed = selection.progress[1], selection.progress[2], selection.progress[3]
-                storage.draws.note_progress(selection.progress[:4])
+                self._draws_of(storage).note_progress(selection.progress[:4])
             self._ran_out = selection.progress[2] == 0
 
     def stands(self, storage: ReadView, selection: Selection) -> bool:

@@ -33,6 +33,7 @@ from expstore.storages.columns.payload import split_payload
 from expstore.storages.columns.priorities import StoredPriorities, find_base
 from expstore.storages.columns.sample_counts_column import SampledColumn, has_sampled
 from expstore.storages.description import Description
+from expstore.storages.draw_log import cut_logs
 from expstore.storages.engine.open_store import OpenStore
 from expstore.storages.engine.shared_state import SharedState
 from expstore.storages.format.chunk_encoding import Packing
@@ -229,6 +230,8 @@ class Opening:
                 draws=draws,
             )
             self._make_durable(past, store)
+            if past is not None and not past.clean:
+                cut_logs(self._disk, self._path, store.last)  # before the ids of lost rows are used again
             priorities.trim(rows.last, rows.last)
             self._begin_generation(store, manifest)
             opened.pop_all()

@@ -1,0 +1,624 @@
+"""Consumers: named readers of a store whose draws are written down before their batches are returned.
+
+A learner saves the position of its consumer with its own checkpoint. When it goes back to the checkpoint, it
+seeks to that position, and the recorded draws come again. `storages/draw_log.py` is the log.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+
+from expstore.buffers.arguments import resolve_part
+from expstore.buffers.batch_builder import BatchBuilder
+from expstore.buffers.prefetch import Request
+from expstore.buffers.sampling import Relabeling, Sampling
+from expstore.buffers.store_handle import StoreHandle, StorePart
+from expstore.core.arguments import check_whole
+from expstore.core.draw_state import DrawState
+from expstore.core.draws import Draws
+from expstore.core.values import IntArray, Key, Selection
+from expstore.disk.files import Disk
+from expstore.disk.writer_lock import WriterLock, is_locked
+from expstore.errors import (
+    ArgumentError,
+    LockedError,
+    NotFoundError,
+    NotReadyError,
+    RowsChangedError,
+    StateError,
+)
+from expstore.samplers.base import Sampler
+from expstore.samplers.consuming import ConsumingSampler
+from expstore.samplers.random import RandomSampler
+from expstore.samplers.torchrl_adapter import adapt
+from expstore.storages.draw_log import ABOUT, CONSUMERS, About, DrawLog, find_consumers
+from expstore.storages.format.paths import LOCK, VERSION
+from expstore.storages.read_view import ReadView, build_closed_error
+
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
+#: Second word of the key of a consumer's random numbers; no stream of a storage uses it.
+_STREAM = 1 << 62
+#: The redraw number for the random numbers of transforms that read other steps; draws of rows never reach it.
+_STEPS = 1 << 41
+
+Missing = Literal["raise", "skip"]
+#: Which draws a log keeps: those since the last commit, all, or the last n.
+Keep = Literal["uncommitted", "all"] | int
+Position = Mapping[str, Any]
+
+
+class _Recording(Sampler):
+    """Draw by another sampler, and record each draw; give recorded draws again.
+
+    Args:
+        sampler: The sampler.
+        log: Where draws are recorded.
+        state: The number of the draw after this one, and the sampler's progress.
+        draws: The consumer's random numbers.
+        missing: What happens to rows of a recorded draw that are not there any more.
+    """
+
+    def __init__(
+        self, sampler: Sampler, log: DrawLog, state: DrawState, draws: Draws, *, missing: Missing
+    ) -> None:
+        super().__init__()
+        self._sampler, self._log, self._state, self._draws = sampler, log, state, draws
+        self._missing = missing
+        self._bounds = (0, 0)  # of the window when the rows were chosen
+        self.prioritized, self.windowed, self.filter = sampler.prioritized, sampler.windowed, sampler.filter
+        sampler.keep_progress_in(state)
+
+    @property
+    def reads(self) -> frozenset[Key]:
+        """The fields that the sampler reads."""
+        return self._sampler.reads
+
+    @property
+    def _number(self) -> int:
+        """The number of the present draw, which is counted before its rows are chosen."""
+        return self._state.number - 1
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the present draw was recorded before."""
+        return self._number < self._log.count
+
+    def attach(self, storage: ReadView) -> None:
+        """Continue where the last recorded draw ended."""
+        self._sampler.attach(storage)
+
+    def detach(self) -> None:
+        """Stop evaluating the filter."""
+        self._sampler.detach()
+
+    def refresh(self, storage: ReadView) -> None:
+        """Evaluate `where` and `weight` for all rows and episodes as they are now."""
+        self._sampler.refresh(storage)
+
+    def count_left(self, storage: ReadView) -> int:
+        """Return the number of rows that can still be drawn, at least 1 while recorded draws come again."""
+        return max(self._sampler.count_left(storage), self._state.number < self._log.count)
+
+    def build_no_rows_error(self, storage: ReadView) -> NotReadyError:
+        """Return the error for a draw that finds no row."""
+        return self._sampler.build_no_rows_error(storage)
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether iteration ends: the last batch completed a pass, or used up the rows."""
+        return self._sampler.ran_out
+
+    def select(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
+        """Return the rows of the recorded draw, or choose them.
+
+        Raises:
+            RowsChangedError: A row of the recorded draw is not there any more.
+        """
+        if self.is_recorded:
+            chosen = self._find_rows_again(storage)
+        else:
+            window = storage.window
+            self._bounds = window.low, window.last
+            chosen = self._sampler.select(storage, batch_size, generator)
+        # What follows uses the same generator, and must not depend on how many numbers the sampler took.
+        self._draws.numbers((self._number, 0), _STEPS)
+        return chosen
+
+    def sample_again(
+        self, storage: ReadView, selection: Selection, generator: np.random.Generator
+    ) -> Selection:
+        """Replace the rows of a selection that were overwritten while they were read.
+
+        Raises:
+            RowsChangedError: It is a recorded draw.
+        """
+        if self.is_recorded:
+            chosen = self._find_rows_again(storage)
+        else:
+            chosen = self._sampler.sample_again(storage, selection, generator)
+        self._draws.numbers((self._number, 0), _STEPS)
+        return chosen
+
+    def _find_rows_again(self, storage: ReadView) -> Selection:
+        recorded = self._log.read(self._number)
+        selection = recorded.selection
+        there = storage.stored.holds(selection.ids)
+        if there.all():
+            return selection
+        if self._missing == "raise":
+            raise _build_changed_error(recorded.number, selection.ids[~there])
+        if not there.any():
+            raise _build_changed_error(recorded.number, selection.ids)
+        info = {key: values[there] for key, values in selection.info.items()}
+        marks = tuple(replace(mark, flags=mark.flags[there]) for mark in selection.marks)
+        return replace(selection, ids=selection.ids[there], info=info, marks=marks)
+
+    def hand_out(self, storage: ReadView, selection: Selection) -> None:
+        """Record a new draw, before its batch is returned.
+
+        Raises:
+            StorageError: The disk failed; the draw does not count.
+        """
+        if self.is_recorded:
+            return
+        state = self._state
+        former = state.progress
+        self._sampler.hand_out(storage, selection)
+        low, last = self._bounds
+        try:
+            self._log.append(selection, low=low, last=last, progress=state.progress)
+        except BaseException:
+            state.note_progress(former)
+            self._sampler.attach(storage)
+            raise
+
+    def rewind(self, storage: ReadView) -> None:
+        """Discard selections that were made after the last one that was returned."""
+        self._sampler.rewind(storage)
+
+    def __repr__(self) -> str:
+        return repr(self._sampler)
+
+
+class Consumer(StorePart):
+    """A named reader of a store on disk, with a sampler of its own, whose draws are written down.
+
+    `sample` records a draw before it returns the batch. After `seek` the recorded draws come again, with the
+    same ids in the same order and the same weights, and then new ones. The rows are as they are now. The
+    store's own transforms get the same random numbers; randomness of other transforms is not repeated.
+
+    Threads: any number may use it; one draws at a time. Processes: one process draws for a consumer, the one
+    that writes the store or another one; a forked or pickled copy cannot be used. Crashes: a draw whose batch
+    was returned is still recorded after a kill; after a power failure it is if `commit`, or `flush` of the
+    writing buffer, returned later. A power failure that takes rows takes the draws that could have seen them,
+    too.
+
+    Create it by `ReplayBuffer.consumer`.
+
+    Example:
+        >>> with rb.consumer("learner", batch_size=4) as learner:
+        ...     first = learner.sample()
+        ...     position = learner.position  # save it with the weights
+        ...     second = learner.sample()
+        ...     learner.seek(position)
+        ...     torch.equal(learner.sample()["observation"], second["observation"])
+        True
+    """
+
+    def __init__(
+        self,
+        name: str,
+        store: StoreHandle,
+        batches: BatchBuilder,
+        sampler: Any,
+        *,
+        batch_size: int,
+        as_numpy: bool,
+        seed: int | None,
+        missing: Missing,
+        keep: Keep,
+        relabeling: Relabeling | None = None,
+    ) -> None:
+        self._folder = _folder_of(store, name)
+        self._batch_size, self._as_numpy = batch_size, as_numpy
+        self._keep = _check_keep(keep)
+        chosen = RandomSampler() if sampler is None else adapt(resolve_part(sampler, "sample"))
+        _check_sampler(chosen)
+        self.name = name
+        self._store, self._batches = store, batches
+        self._using = threading.Lock()
+        self._process = os.getpid()
+        storage = store.check_open()
+        self._disk = storage.disk if storage.can_write else Disk()
+        self._disk.make_dir(self._folder)
+        try:
+            self._lock = WriterLock(self._disk, self._folder / LOCK)
+        except LockedError as exc:
+            raise exc.with_hint("one process draws for a consumer: close it there first") from exc
+        try:
+            self._about = self._find_about(storage, seed)
+            self._log = DrawLog(self._disk, self._folder, self._about.id)
+            self._log.cut_after(storage.stored.last)
+            state = DrawState(self._log.count, self._log.progress)
+            draws = Draws(self._about.seed, _STREAM)
+            self._state = state
+            self._sampler = _Recording(chosen, self._log, state, draws, missing=_check_missing(missing))
+            self._sampling = Sampling(store, batches, batches.style, self._sampler, draws=draws, state=state)
+            if relabeling is not None:
+                self._sampling.relabel_by(relabeling)
+            store.add_part(self)
+        except BaseException:
+            self._lock.release()
+            raise
+        self.closed = False
+
+    def _find_about(self, storage: ReadView, seed: int | None) -> About:
+        """Return the consumer's description; create the consumer if there is none."""
+        assert storage.manifest is not None, "consumers have a store on disk"
+        about = About.load(self._disk, self._folder)
+        if about is None:
+            seed = storage.seed if seed is None else check_whole("seed", seed)
+            about = About(secrets.token_hex(8), seed, storage.manifest.uuid)
+            about.save(self._disk, self._folder)
+            self._disk.sync_dir(self._folder.parent)
+            self._disk.sync_dir(self._folder.parent.parent)
+        elif seed is not None and seed != about.seed:
+            raise ArgumentError(
+                f"consumer {self.name!r} draws with seed {about.seed}, not {seed}",
+                hint="leave seed out, or take another name",
+            )
+        return about
+
+    # -- drawing -----------------------------------------------------------------------------------
+
+    def sample(self, *, return_info: bool = False, as_numpy: bool | None = None) -> Any:
+        """Return the next batch: that of the next recorded draw, or of a new one, which is recorded first.
+
+        Args:
+            return_info: As in `ReplayBuffer.sample`.
+            as_numpy: As in `ReplayBuffer.sample`.
+
+        Returns:
+            What `ReplayBuffer.sample` returns, of `batch_size` rows.
+
+        Raises:
+            NotReadyError: The store is empty, or no more rows may be drawn.
+            RowsChangedError: A row of a recorded draw was deleted or overwritten.
+            StateError: The consumer or the store is closed, or belongs to another process.
+            StorageError: The draw could not be recorded; it does not count.
+        """
+        request = Request(self._batch_size, self._as_numpy if as_numpy is None else as_numpy)
+        with self._using:
+            batch, rows = self._next(request)
+        if not return_info:
+            return batch
+        return batch, self._batches.info(self._store.storage, rows, batch, as_numpy=request.as_numpy)
+
+    def _next(self, request: Request) -> tuple[Any, Selection]:
+        """Draw; the lock is held. If it fails, the draw comes again."""
+        self._check_usable()
+        number = self._state.number
+        try:
+            return self._sampling.next(request)
+        except BaseException:
+            self._state.number = number
+            self._sampler.rewind(self._store.storage)
+            raise
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield batches, without end or until the sampler has no more rows."""
+        while True:
+            yield self.sample()
+            if self._sampler.ran_out and not self.replaying:
+                return
+
+    def replay(self, first: int, last: int | None = None, *, as_numpy: bool | None = None) -> Iterator[Any]:
+        """Yield the batches of recorded draws; the position does not change.
+
+        Args:
+            first: Number of the first draw, from 0.
+            last: Number of the last one; None: the last that was recorded.
+            as_numpy: As in `ReplayBuffer.sample`.
+
+        Raises:
+            NotFoundError: A draw was not recorded, or is not kept.
+            RowsChangedError: A row of a draw was deleted or overwritten.
+        """
+        last = self._log.count - 1 if last is None else last
+        request = Request(self._batch_size, self._as_numpy if as_numpy is None else as_numpy)
+        for number in range(first, last + 1):
+            with self._using:
+                self._check_usable()
+                if not self._log.first <= number < self._log.count:
+                    raise NotFoundError(
+                        f"draw {number} of consumer {self.name!r} is not in its log, which has "
+                        f"draws {self._log.first} to {self._log.count - 1}"
+                    )
+                present = self._state.number
+                self._state.number = number
+                try:
+                    batch, _ = self._sampling.next(request)
+                finally:
+                    self._state.number = present
+            yield batch
+
+    # -- positions ---------------------------------------------------------------------------------
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """The place between the last returned batch and the next one: a value that JSON can store."""
+        return {"consumer": self.name, "id": self._about.id, "draw": self._state.number}
+
+    @property
+    def replaying(self) -> bool:
+        """Whether the next batch was recorded before."""
+        return self._state.number < self._log.count
+
+    @property
+    def committed(self) -> int:
+        """Number of draws that the last `commit` covers."""
+        return self._log.committed
+
+    def commit(self, position: Position | None = None) -> None:
+        """Record that a checkpoint with this position is safe: nobody will go back to before it.
+
+        The draws up to it are on the disk when this returns. With `keep="uncommitted"` those before it are
+        removed from the log.
+
+        Args:
+            position: What `position` returned; None: the present one.
+
+        Raises:
+            ArgumentError: It is not a position of this consumer.
+            StateError: It is before the last commit, or after the last recorded draw.
+            StorageError: The disk failed.
+        """
+        with self._using:
+            self._check_usable()
+            count = self._state.number if position is None else self._number_of(position)
+            if not self._log.committed <= count <= self._log.count:
+                raise StateError(
+                    f"cannot commit draw {count} of consumer {self.name!r}: {self._log.committed} draws are "
+                    f"committed, and {self._log.count} were recorded"
+                )
+            storage = self._store.storage
+            if storage.can_write:
+                storage.writer().sync()  # a power failure cuts draws that saw rows which it takes
+            self._log.commit(count)
+            self._log.sync()
+            self._tidy()
+
+    def seek(self, position: Position) -> None:
+        """Go back to a position: the draws that were recorded after it come again.
+
+        Raises:
+            ArgumentError: It is not a position of this consumer.
+            StateError: The draws after it are not in the log: they were removed, or a power failure took
+                them.
+        """
+        with self._using:
+            self._check_usable()
+            number = self._number_of(position)
+            if not self._log.first <= number <= self._log.count:
+                raise StateError(
+                    f"cannot go back to draw {number} of consumer {self.name!r}: its log has draws "
+                    f"{self._log.first} to {self._log.count - 1}",
+                    hint="commit() only positions whose checkpoint is safe; keep='all' keeps all draws",
+                )
+            self._sampler.rewind(self._store.storage)
+            self._state.number = number
+
+    def _number_of(self, position: Position) -> int:
+        if not isinstance(position, Mapping) or not {"consumer", "id", "draw"} <= position.keys():
+            raise ArgumentError(
+                f"{position!r:.100} is not a position", hint="pass what `position` of the consumer returned"
+            )
+        if position["id"] != self._about.id:
+            raise ArgumentError(
+                f"the position is of another consumer ({position['consumer']!r}, id {position['id']}), and "
+                f"not of {self.name!r}, id {self._about.id}"
+            )
+        return check_whole("draw", position["draw"])
+
+    def _tidy(self) -> None:
+        """Remove draws that are not kept."""
+        if self._keep == "all":
+            return
+        last = self._log.committed if self._keep == "uncommitted" else self._log.count - self._keep
+        self._log.drop(min(last, self._state.number))
+
+    # -- life --------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Bring all recorded draws to the disk.
+
+        Raises:
+            StorageError: The disk failed.
+        """
+        with self._using:
+            self._check_usable()
+            self._log.sync()
+
+    def close(self) -> None:
+        """Sync the log and let another process draw for this consumer; a second call does nothing."""
+        with self._using:
+            if self.closed or os.getpid() != self._process:
+                return
+            self.closed = True
+            try:
+                self._sampling.close()
+                self._log.close()
+            finally:
+                self._lock.release()
+
+    def attach(self, storage: ReadView) -> None:
+        """Draw from a storage from now on."""
+        self._sampling.attach(storage)
+
+    def leave_parent(self) -> None:
+        """Do nothing: the parent's consumer cannot be used in a forked child."""
+
+    def before_fork(self) -> None:
+        """Pause the evaluation of the sampler's conditions."""
+        self._sampling.before_fork()
+
+    def after_fork(self) -> None:
+        """Resume the evaluation of the sampler's conditions."""
+        self._sampling.after_fork()
+
+    def _check_usable(self) -> None:
+        if self.closed:
+            raise StateError(f"consumer {self.name!r} is closed")
+        if os.getpid() != self._process:
+            raise StateError(
+                f"consumer {self.name!r} belongs to process {self._process}, from which this one was forked",
+                hint="open the store and the consumer in the process that draws",
+            )
+        if self._store.storage.closed:
+            raise build_closed_error()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> Any:
+        raise StateError(
+            f"consumer {self.name!r} cannot be copied: one process draws for it",
+            hint="open the store and the consumer in the process that draws",
+        )
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"at draw {self._state.number} of {self._log.count}"
+        return f"Consumer({self.name!r}, {self._sampler!r}, batch_size={self._batch_size}, {state})"
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerInfo:
+    """What is known of a consumer.
+
+    Args:
+        name: Its name.
+        draws: Number of draws that were recorded.
+        committed: Number of draws that its last commit covers.
+        first: Number of the oldest draw that is still in its log.
+        log_bytes: Length of its log.
+        is_open: Whether a process draws for it.
+    """
+
+    name: str
+    draws: int
+    committed: int
+    first: int
+    log_bytes: int
+    is_open: bool
+
+
+class Consumers:
+    """List the consumers of a store, and end them.
+
+    Args:
+        store: The store.
+
+    Example:
+        >>> rb.consumer("learner", batch_size=4).close()
+        >>> [one.name for one in rb.consumers.list()]
+        ['learner']
+        >>> rb.consumers.drop("learner")
+    """
+
+    def __init__(self, store: StoreHandle) -> None:
+        self._store = store
+
+    def list(self) -> list[ConsumerInfo]:
+        """Return what is known of each consumer, by name; empty for a store in RAM."""
+        storage = self._store.check_open()
+        if storage.path is None or storage.manifest is None:
+            return []
+        disk, found = Disk(), []
+        for folder, about in find_consumers(disk, storage.path):
+            log = DrawLog(disk, folder, about.id, writes=False)
+            locked = is_locked(disk, folder / LOCK)
+            found.append(ConsumerInfo(folder.name, log.count, log.committed, log.first, log.size, locked))
+        return found
+
+    def drop(self, name: str) -> None:
+        """End a consumer: remove its log. A new one of this name begins at draw 0.
+
+        Raises:
+            NotFoundError: There is no consumer of this name.
+            LockedError: A process draws for it.
+            StorageError: The disk failed.
+        """
+        folder, disk = _folder_of(self._store, name), Disk()
+        if About.load(disk, folder) is None:
+            raise NotFoundError(f"there is no consumer {name!r}")
+        lock = WriterLock(disk, folder / LOCK)
+        try:
+            disk.unlink(folder / ABOUT)  # without it there is no consumer, if this is interrupted
+            disk.remove_tree(folder)
+        finally:
+            lock.release()
+
+
+def _folder_of(store: StoreHandle, name: str) -> Path:
+    """Return the folder of a consumer, which may not exist.
+
+    Raises:
+        ArgumentError: It is not a name.
+        StateError: The store has no folder, or is a version.
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ArgumentError(
+            f"{name!r:.120} is not a name of a consumer", hint="use 1 to 100 letters, digits or . _ -"
+        )
+    storage = store.check_open()
+    if storage.path is None or storage.manifest is None:
+        raise StateError(
+            "consumers need a store on disk, where their draws are written down", hint="expstore.open(path)"
+        )
+    if storage.disk.exists(storage.path / VERSION):
+        raise StateError(f"{storage.path} is a version, to which nothing is added", hint="copy its folder")
+    return storage.path / CONSUMERS / name
+
+
+def _check_sampler(sampler: Sampler) -> None:
+    if isinstance(sampler, ConsumingSampler):
+        raise ArgumentError(
+            f"{sampler!r} counts in the store, not for a consumer; use SamplerWithoutReplacement"
+        )
+    if sampler.hears_writes:
+        raise ArgumentError(
+            f"{sampler!r} must be told of each write, which a consumer is not",
+            hint="use it in the buffer itself",
+        )
+
+
+def _check_missing(missing: str) -> Missing:
+    if missing not in ("raise", "skip"):
+        raise ArgumentError(f"missing must be 'raise' or 'skip', got {missing!r}")
+    return missing  # type: ignore[return-value]
+
+
+def _check_keep(keep: Keep) -> Keep:
+    if keep in ("uncommitted", "all"):
+        return keep
+    return check_whole("keep", keep)
+
+
+def _build_changed_error(number: int, ids: IntArray) -> RowsChangedError:
+    which = ", ".join(map(str, ids[:5].tolist())) + (", ..." if ids.size > 5 else "")
+    return RowsChangedError(
+        f"draw {number} had rows that were deleted or overwritten since: {ids.size} (id {which})",
+        hint="missing='skip' leaves them out",
+    )

@@ -1,0 +1,482 @@
+"""The log of a consumer: every draw, written down before its batch is returned.
+
+A consumer's folder is `consumers/<name>` in the store's folder; docs/format.md specifies its files. Consumers
+append to the log and read it; an opening of the store cuts draws of rows that a power failure has taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import google_crc32c
+import numpy as np
+
+from expstore.core.draw_state import NO_PROGRESS
+from expstore.core.parsing import parsing
+from expstore.core.values import Array, IntArray, Mark, Selection
+from expstore.disk.files import Disk, File
+from expstore.disk.writer_lock import WriterLock
+from expstore.errors import CorruptionError, LockedError, NotFoundError, StateError
+from expstore.storages.format.paths import LOCK
+
+#: Folder of the consumers' folders, in a store.
+CONSUMERS = "consumers"
+#: A segment that is longer gets no more records, bytes.
+SEGMENT_BYTES = 8 << 20
+
+_FORMAT = 1
+ABOUT = "consumer.json"
+_DIGITS = 16
+#: Length of the record, checksum of what follows, number, kind.
+_HEADER = struct.Struct("<IIQB7x")
+#: `low` and `last` of the window, progress, rows, runs (0: ids follow), rows asked for, length of the
+#: description of the columns.
+_DRAW = struct.Struct("<qq4qIIII")
+_CHECKSUM = struct.Struct("<I")
+_CHECKED = 8  # the first byte of a record that its checksum covers
+
+
+class Kind(IntEnum):
+    """What a record says."""
+
+    #: The first of a segment, JSON: the progress before its first draw, and the committed draws.
+    BASE = 1
+    #: A draw; its number is that of the record.
+    DRAW = 2
+    #: The draws before the record's number are covered by a checkpoint of the learner.
+    COMMIT = 3
+
+
+class Draw(NamedTuple):
+    """A recorded draw.
+
+    Args:
+        number: Its number, from 0.
+        selection: The rows, and the values that the sampler gave them.
+        low: The newest id that could not be read any more.
+        last: The newest id that could be read.
+        progress: The progress of the sampler after it.
+    """
+
+    number: int
+    selection: Selection
+    low: int
+    last: int
+    progress: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """The contents of consumer.json.
+
+    Args:
+        id: Distinguishes the consumer from others that had its name before.
+        seed: First word of the key of its random numbers.
+        store: uuid of the store.
+    """
+
+    id: str
+    seed: int
+    store: str
+
+    def save(self, disk: Disk, folder: Path) -> None:
+        """Write the file durably."""
+        facts = {"format": _FORMAT, "id": self.id, "seed": self.seed, "store": self.store}
+        disk.write_whole(folder / ABOUT, json.dumps(facts).encode())
+
+    @classmethod
+    def load(cls, disk: Disk, folder: Path) -> About | None:
+        """Read the file; None: there is no such consumer, or its creation was interrupted.
+
+        Raises:
+            CorruptionError: The file is damaged.
+            StateError: It was written by a later version of the library.
+        """
+        path = folder / ABOUT
+        if not disk.exists(path):
+            return None
+        with parsing(path):
+            facts = json.loads(disk.read_whole(path))
+            found, about = (
+                int(facts["format"]),
+                cls(str(facts["id"]), int(facts["seed"]), str(facts["store"])),
+            )
+        if found > _FORMAT:
+            raise StateError(f"{path} has format {found}; this version reads up to {_FORMAT}")
+        return about
+
+
+@dataclass(slots=True)
+class _Segment:
+    """A file of the log, as far as it was scanned."""
+
+    path: Path
+    first: int
+    offsets: list[int] = field(default_factory=list)  # of each draw
+    lasts: list[int] = field(default_factory=list)  # newest id in the window of each draw
+    progress: tuple[int, ...] = NO_PROGRESS  # after the last draw
+    committed: int = 0
+    length: int = 0  # 0: not scanned yet
+
+
+class DrawLog:
+    """The draws of a consumer, in numbered order.
+
+    Invariant: a draw that `append` has recorded never changes. Draws are removed from the front by `drop`,
+    and from the end by `cut_after`.
+
+    Threads: one at a time; its consumer has a lock. Processes: one appends, which holds the lock of the
+    folder. Crashes: after a kill the log has all draws that `append` returned from; after a power failure it
+    has those before the last `sync`, and perhaps more of those that followed, without gaps.
+
+    Args:
+        disk: The disk on which files are accessed.
+        folder: The consumer's folder.
+        id: The consumer's id, which the checksums depend on.
+        writes: Whether the caller holds the lock of the folder; otherwise nothing is changed.
+
+    Raises:
+        CorruptionError: A segment cannot be read.
+
+    Example:
+        >>> import numpy as np
+        >>> from expstore.core.values import Selection
+        >>> from expstore.disk.files import Disk
+        >>> log = DrawLog(Disk(), folder, "a")
+        >>> log.append(Selection(np.array([3, 1])), low=0, last=3, progress=(0, 0, 0, 0))
+        >>> log.read(0).selection.ids
+        array([3, 1])
+        >>> log.close()
+    """
+
+    def __init__(self, disk: Disk, folder: Path, id: str, *, writes: bool = True) -> None:
+        self._disk, self._folder = disk, folder
+        self._salt = google_crc32c.value(id.encode())
+        names = sorted(name for name in disk.names(folder) if name.isdigit())
+        self._segments = [_Segment(folder / name, int(name)) for name in names]
+        self._file: File | None = None
+        self._fresh = False  # whether the newest segment's name may not be on the disk yet
+        while self._segments and not self._scan(self._segments[-1]):
+            newest = self._segments.pop()  # its creation was interrupted
+            if writes:
+                disk.unlink(newest.path)
+
+    # -- what it has -------------------------------------------------------------------------------
+
+    @property
+    def count(self) -> int:
+        """Number of draws that were ever recorded, which is the number of the next one."""
+        if not self._segments:
+            return 0
+        newest = self._segments[-1]
+        return newest.first + len(newest.offsets)
+
+    @property
+    def first(self) -> int:
+        """Number of the oldest draw that is still in the log; `count` if there is none."""
+        return self._segments[0].first if self._segments else 0
+
+    @property
+    def committed(self) -> int:
+        """Number of draws that a safe checkpoint of the learner covers."""
+        return min(self._segments[-1].committed, self.count) if self._segments else 0
+
+    @property
+    def progress(self) -> tuple[int, ...]:
+        """Progress of the sampler after the last draw."""
+        return self._segments[-1].progress if self._segments else NO_PROGRESS
+
+    @property
+    def size(self) -> int:
+        """Length of the log, bytes."""
+        return sum(self._disk.size(segment.path) for segment in self._segments)
+
+    def read(self, number: int) -> Draw:
+        """Return a recorded draw.
+
+        Raises:
+            NotFoundError: It was not recorded, or was dropped.
+            CorruptionError: It is damaged.
+        """
+        if not self.first <= number < self.count:
+            raise NotFoundError(f"draw {number} is not in {self._folder}, which has {self._range()}")
+        segment = self._segments[bisect_right(self._segments, number, key=lambda one: one.first) - 1]
+        if not segment.length:
+            self._scan(segment)
+        place = number - segment.first
+        if place >= len(segment.offsets):
+            raise CorruptionError(f"{segment.path} is damaged before draw {number}")
+        file = self._disk.open(segment.path, write=False)
+        try:
+            at = segment.offsets[place]
+            head = file.read(at, _HEADER.size)
+            data = file.read(at, _HEADER.unpack(head)[0]) if len(head) == _HEADER.size else b""
+        finally:
+            file.close()
+        if not self._is_sound(data, 0):
+            raise CorruptionError(f"{segment.path}: draw {number} is damaged")
+        with parsing(segment.path):
+            return _parse_draw(number, data)
+
+    def _range(self) -> str:
+        return f"draws {self.first} to {self.count - 1}" if self.first < self.count else "no draw"
+
+    def _is_sound(self, data: bytes, at: int) -> bool:
+        """Return whether a whole record is there."""
+        if at + _HEADER.size > len(data):
+            return False
+        size, crc, _, _ = _HEADER.unpack_from(data, at)
+        if size < _HEADER.size or at + size > len(data):
+            return False
+        return bool(google_crc32c.extend(self._salt, data[at + _CHECKED : at + size]) == crc)
+
+    def _scan(self, segment: _Segment) -> bool:
+        """Find the records of a segment, up to the first that is torn; return whether it has a base."""
+        data = self._disk.read_whole(segment.path)
+        segment.offsets, segment.lasts, at = [], [], 0
+        while self._is_sound(data, at):
+            size, _, number, kind = _HEADER.unpack_from(data, at)
+            if at == 0:
+                if kind != Kind.BASE or number != segment.first:
+                    return False
+                with parsing(segment.path):
+                    base = json.loads(data[_HEADER.size : size])
+                    segment.progress, segment.committed = tuple(base["progress"]), int(base["committed"])
+            elif kind == Kind.COMMIT:
+                segment.committed = number
+            elif kind == Kind.DRAW and number == segment.first + len(segment.offsets):
+                _, last, *progress = _DRAW.unpack_from(data, at + _HEADER.size)[:6]
+                segment.offsets.append(at)
+                segment.lasts.append(last)
+                segment.progress = tuple(progress)
+            else:
+                break
+            at += size
+        segment.length = at
+        return at > 0
+
+    # -- appending ---------------------------------------------------------------------------------
+
+    def append(self, selection: Selection, *, low: int, last: int, progress: Sequence[int]) -> None:
+        """Record a draw with the number `count`; see `Draw` for the arguments.
+
+        Raises:
+            StateError: The sampler returned something that is not one value per row.
+            StorageError: The disk failed; nothing was recorded.
+        """
+        if selection.notes:
+            raise StateError(
+                f"the sampler returned {sorted(map(str, selection.notes))}, which are not one value per row",
+                hint="a consumer can record rows and values for each of them",
+            )
+        segment = self._require_segment()
+        ids = selection.ids
+        runs = _find_runs(ids)
+        columns = [*selection.info.values(), *(mark.flags for mark in selection.marks)]
+        described = json.dumps(_describe(selection)).encode() if columns else b""
+        head = _DRAW.pack(
+            low, last, *progress, ids.size, 0 if runs is None else len(runs), selection.asked,
+            len(described),
+        )  # fmt: skip
+        body = [head, described, (ids if runs is None else runs).tobytes()]
+        at = self._write(segment, Kind.DRAW, self.count, *body, *(values.tobytes() for values in columns))
+        segment.offsets.append(at)
+        segment.lasts.append(last)
+        segment.progress = tuple(progress)
+
+    def commit(self, count: int) -> None:
+        """Record that a safe checkpoint of the learner covers the first `count` draws.
+
+        Raises:
+            StorageError: The disk failed.
+        """
+        segment = self._require_segment()
+        self._write(segment, Kind.COMMIT, count)
+        segment.committed = count
+
+    def _write(self, segment: _Segment, kind: Kind, number: int, *body: bytes) -> int:
+        """Append a record to the newest segment; return its offset."""
+        assert self._file is not None
+        at = segment.length
+        frame = self._frame(kind, number, *body)
+        self._file.write(frame, at)
+        segment.length = at + len(frame)
+        return at
+
+    def _frame(self, kind: Kind, number: int, *body: bytes) -> bytes:
+        size = _HEADER.size + sum(map(len, body))
+        frame = bytearray().join((_HEADER.pack(size, 0, number, kind), *body))
+        _CHECKSUM.pack_into(frame, 4, google_crc32c.extend(self._salt, bytes(frame[_CHECKED:])))
+        return bytes(frame)
+
+    def _require_segment(self) -> _Segment:
+        """Return the newest segment, open for appending; start one if there is none or it is full."""
+        if not self._segments or self._segments[-1].length >= SEGMENT_BYTES:
+            return self._start_segment()
+        newest = self._segments[-1]
+        if self._file is None:
+            self._file = file = self._disk.open(newest.path)
+            if file.size() > newest.length:
+                file.truncate(newest.length)  # what is torn must not look like the end of a later record
+        return newest
+
+    def _start_segment(self) -> _Segment:
+        if self._file is not None:
+            self.sync()  # so that only the newest segment may be incomplete after a power failure
+        segment = _Segment(self._folder / f"{self.count:0{_DIGITS}d}", self.count)
+        segment.progress, segment.committed = self.progress, self.committed
+        base = {"progress": list(segment.progress), "committed": segment.committed}
+        frame = self._frame(Kind.BASE, segment.first, json.dumps(base).encode())
+        file = self._disk.open(segment.path, create=True)
+        try:
+            file.truncate(0)
+            file.write(frame, 0)
+        except BaseException:
+            file.close()
+            raise
+        segment.length = len(frame)
+        if self._file is not None:
+            self._file.close()
+        self._file, self._fresh = file, True
+        self._segments.append(segment)
+        return segment
+
+    def sync(self) -> None:
+        """Bring all recorded draws to the disk.
+
+        Raises:
+            StorageError: The disk failed.
+        """
+        if self._file is not None:
+            self._file.sync()
+        if self._fresh:
+            self._disk.sync_dir(self._folder)
+            self._fresh = False
+
+    # -- removing ----------------------------------------------------------------------------------
+
+    def drop(self, before: int) -> None:
+        """Remove the segments in which all draws have numbers below `before`."""
+        while len(self._segments) > 1 and self._segments[1].first <= before:
+            self._disk.unlink(self._segments[0].path)
+            del self._segments[0]
+
+    def cut_after(self, last: int) -> bool:
+        """Remove the first draw that saw a row after id `last`, and all later draws; return whether any was.
+
+        A power failure may take rows and leave draws of them, and the ids are used again.
+
+        Raises:
+            StorageError: The disk failed.
+        """
+        cut = False
+        while self._segments:
+            newest = self._segments[-1]
+            if not newest.length:
+                self._scan(newest)
+            good = next((place for place, seen in enumerate(newest.lasts) if seen > last), len(newest.lasts))
+            if good == len(newest.lasts):
+                return cut
+            cut = True
+            self._close_file()
+            if good == 0 and len(self._segments) > 1:
+                self._disk.unlink(newest.path)
+                self._segments.pop()
+                continue
+            file = self._disk.open(newest.path)
+            try:
+                file.truncate(newest.offsets[good])
+                file.sync()
+            finally:
+                file.close()
+            self._scan(newest)
+            return True
+        return cut
+
+    def close(self) -> None:
+        """Sync, and close the file."""
+        try:
+            self.sync()
+        finally:
+            self._close_file()
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def cut_logs(disk: Disk, store: Path, last: int) -> None:
+    """Cut the draws of rows after id `last` from the logs of all consumers of a store.
+
+    An opening calls it for the rows that it has recovered, before it appends rows with the ids of lost ones.
+    A consumer that another process has open has cut its log itself, for the same rows.
+    """
+    for folder, about in find_consumers(disk, store):
+        with contextlib.suppress(LockedError):
+            lock = WriterLock(disk, folder / LOCK)
+            try:
+                DrawLog(disk, folder, about.id).cut_after(last)
+            finally:
+                lock.release()
+
+
+def find_consumers(disk: Disk, store: Path) -> Iterator[tuple[Path, About]]:
+    """Yield the folder of each consumer of a store, and what consumer.json says, by name."""
+    root = store / CONSUMERS
+    for name in sorted(disk.names(root)) if disk.is_dir(root) else ():
+        if (about := About.load(disk, root / name)) is not None:
+            yield root / name, about
+
+
+def _find_runs(ids: IntArray) -> IntArray | None:
+    """Return ids as runs (first id, rows), if that is shorter. Shapes `(n,)` in, `(runs, 2)` out."""
+    if ids.size < 2 or ids[1] - ids[0] != 1:
+        return None
+    begins = np.flatnonzero(np.diff(ids, prepend=ids[0] - 2) != 1)
+    if 2 * begins.size >= ids.size:
+        return None
+    return np.stack([ids[begins], np.diff(begins, append=ids.size)], axis=1)
+
+
+def _describe(selection: Selection) -> dict[str, Any]:
+    """Return the keys, dtypes and shapes of a selection's columns, and its marks, as JSON values."""
+    info = [[list(key), values.dtype.str, list(values.shape[1:])] for key, values in selection.info.items()]
+    marks = [[list(one.key), list(one.flags.shape), one.joins, one.new, one.flat] for one in selection.marks]
+    return {"info": info, "marks": marks}
+
+
+def _parse_draw(number: int, data: bytes) -> Draw:
+    at = _HEADER.size
+    low, last, *progress, rows, runs, asked, described = _DRAW.unpack_from(data, at)
+    at += _DRAW.size
+    columns = json.loads(data[at : at + described]) if described else {"info": (), "marks": ()}
+    at += described
+
+    def take(dtype: Any, shape: Sequence[int]) -> Array:
+        nonlocal at
+        found = np.frombuffer(data, dtype, int(np.prod(shape)), at).reshape(shape).copy()
+        at += found.nbytes
+        return found
+
+    ids = _expand(take("<i8", (runs, 2))) if runs else take("<i8", (rows,))
+    info = {tuple(key): take(dtype, (rows, *shape)) for key, dtype, shape in columns["info"]}
+    marks = [(tuple(key), take(np.bool_, shape), *flags) for key, shape, *flags in columns["marks"]]
+    selection = Selection(ids, info, marks=tuple(Mark(*one) for one in marks), asked=asked)
+    return Draw(number, selection, low, last, tuple(progress))
+
+
+def _expand(runs: IntArray) -> IntArray:
+    """Return the ids of runs (first id, rows). Shapes `(runs, 2)` in, `(n,)` out."""
+    first, count = runs.T
+    ends = np.cumsum(count)
+    ids: IntArray = np.arange(ends[-1]) + np.repeat(first - (ends - count), count)
+    return ids
