@@ -25,7 +25,7 @@ from expstore.buffers.store_handle import StoreHandle, StorePart
 from expstore.core.arguments import check_whole
 from expstore.core.draw_state import DrawState
 from expstore.core.draws import Draws
-from expstore.core.values import IntArray, Key, Selection
+from expstore.core.values import IntArray, Key, Selection, Window
 from expstore.disk.files import Disk
 from expstore.disk.writer_lock import WriterLock, is_locked
 from expstore.errors import (
@@ -73,7 +73,11 @@ class _Recording(Sampler):
         super().__init__()
         self._sampler, self._log, self._state, self._draws = sampler, log, state, draws
         self._missing = missing
-        self._bounds = (0, 0)  # of the window when the rows were chosen
+        self._window = Window(0, 0)  # when the rows were chosen
+        #: Number of the present draw, and whether it was recorded before; the consumer sets them.
+        self.number, self.is_recorded = 0, False
+        #: Whether what follows the choice of rows uses random numbers.
+        self.is_followed = False
         self.prioritized, self.windowed, self.filter = sampler.prioritized, sampler.windowed, sampler.filter
         sampler.keep_progress_in(state)
 
@@ -81,16 +85,6 @@ class _Recording(Sampler):
     def reads(self) -> frozenset[Key]:
         """The fields that the sampler reads."""
         return self._sampler.reads
-
-    @property
-    def _number(self) -> int:
-        """The number of the present draw, which is counted before its rows are chosen."""
-        return self._state.number - 1
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether the present draw was recorded before."""
-        return self._number < self._log.count
 
     def attach(self, storage: ReadView) -> None:
         """Continue where the last recorded draw ended."""
@@ -106,7 +100,7 @@ class _Recording(Sampler):
 
     def count_left(self, storage: ReadView) -> int:
         """Return the number of rows that can still be drawn, at least 1 while recorded draws come again."""
-        return max(self._sampler.count_left(storage), self._state.number < self._log.count)
+        return 1 if self.is_recorded else self._sampler.count_left(storage)
 
     def build_no_rows_error(self, storage: ReadView) -> NotReadyError:
         """Return the error for a draw that finds no row."""
@@ -126,11 +120,11 @@ class _Recording(Sampler):
         if self.is_recorded:
             chosen = self._find_rows_again(storage)
         else:
-            window = storage.window
-            self._bounds = window.low, window.last
+            self._window = storage.window
             chosen = self._sampler.select(storage, batch_size, generator)
-        # What follows uses the same generator, and must not depend on how many numbers the sampler took.
-        self._draws.numbers((self._number, 0), _STEPS)
+        if self.is_followed:
+            # The same generator is used, and must not depend on how many numbers the sampler took.
+            self._draws.numbers((self.number, 0), _STEPS)
         return chosen
 
     def sample_again(
@@ -145,11 +139,12 @@ class _Recording(Sampler):
             chosen = self._find_rows_again(storage)
         else:
             chosen = self._sampler.sample_again(storage, selection, generator)
-        self._draws.numbers((self._number, 0), _STEPS)
+        if self.is_followed:
+            self._draws.numbers((self.number, 0), _STEPS)
         return chosen
 
     def _find_rows_again(self, storage: ReadView) -> Selection:
-        recorded = self._log.read(self._number)
+        recorded = self._log.read(self.number)
         selection = recorded.selection
         there = storage.stored.holds(selection.ids)
         if there.all():
@@ -173,9 +168,8 @@ class _Recording(Sampler):
         state = self._state
         former = state.progress
         self._sampler.hand_out(storage, selection)
-        low, last = self._bounds
         try:
-            self._log.append(selection, low=low, last=last, progress=state.progress)
+            self._log.append(selection, low=self._window.low, last=self._window.last, progress=state.progress)
         except BaseException:
             state.note_progress(former)
             self._sampler.attach(storage)
@@ -255,6 +249,7 @@ class Consumer(StorePart):
             self._sampling = Sampling(store, batches, batches.style, self._sampler, draws=draws, state=state)
             if relabeling is not None:
                 self._sampling.relabel_by(relabeling)
+            self._sampler.is_followed = bool(batches.transform.steps) or relabeling is not None
             store.add_part(self)
         except BaseException:
             self._lock.release()
@@ -306,7 +301,8 @@ class Consumer(StorePart):
     def _next(self, request: Request) -> tuple[Any, Selection]:
         """Draw; the lock is held. If it fails, the draw comes again."""
         self._check_usable()
-        number = self._state.number
+        number, sampler = self._state.number, self._sampler
+        sampler.number, sampler.is_recorded = number, number < self._log.count
         try:
             return self._sampling.next(request)
         except BaseException:
@@ -346,7 +342,7 @@ class Consumer(StorePart):
                 present = self._state.number
                 self._state.number = number
                 try:
-                    batch, _ = self._sampling.next(request)
+                    batch, _ = self._next(request)
                 finally:
                     self._state.number = present
             yield batch

@@ -37,11 +37,12 @@ ABOUT = "consumer.json"
 _DIGITS = 16
 #: Length of the record, checksum of what follows, number, kind.
 _HEADER = struct.Struct("<IIQB7x")
+#: The checksum's part of it: number and kind.
+_NAMED = struct.Struct("<QB7x")
+_FRONT = struct.Struct("<II")
 #: `low` and `last` of the window, progress, rows, runs (0: ids follow), rows asked for, length of the
 #: description of the columns.
 _DRAW = struct.Struct("<qq4qIIII")
-_CHECKSUM = struct.Struct("<I")
-_CHECKED = 8  # the first byte of a record that its checksum covers
 
 
 class Kind(IntEnum):
@@ -121,8 +122,7 @@ class _Segment:
     path: Path
     first: int
     offsets: list[int] = field(default_factory=list)  # of each draw
-    lasts: list[int] = field(default_factory=list)  # newest id in the window of each draw
-    progress: tuple[int, ...] = NO_PROGRESS  # after the last draw
+    progress: tuple[int, ...] = NO_PROGRESS  # of the sampler, after the last draw
     committed: int = 0
     length: int = 0  # 0: not scanned yet
 
@@ -164,20 +164,19 @@ class DrawLog:
         self._segments = [_Segment(folder / name, int(name)) for name in names]
         self._file: File | None = None
         self._fresh = False  # whether the newest segment's name may not be on the disk yet
+        #: Number of draws that were ever recorded, which is the number of the next one.
+        self.count = 0
         while self._segments and not self._scan(self._segments[-1]):
             newest = self._segments.pop()  # its creation was interrupted
             if writes:
                 disk.unlink(newest.path)
+        self._count()
 
     # -- what it has -------------------------------------------------------------------------------
 
-    @property
-    def count(self) -> int:
-        """Number of draws that were ever recorded, which is the number of the next one."""
-        if not self._segments:
-            return 0
-        newest = self._segments[-1]
-        return newest.first + len(newest.offsets)
+    def _count(self) -> None:
+        newest = self._segments[-1] if self._segments else None
+        self.count = 0 if newest is None else newest.first + len(newest.offsets)
 
     @property
     def first(self) -> int:
@@ -236,12 +235,12 @@ class DrawLog:
         size, crc, _, _ = _HEADER.unpack_from(data, at)
         if size < _HEADER.size or at + size > len(data):
             return False
-        return bool(google_crc32c.extend(self._salt, data[at + _CHECKED : at + size]) == crc)
+        return bool(google_crc32c.extend(self._salt, data[at + _FRONT.size : at + size]) == crc)
 
     def _scan(self, segment: _Segment) -> bool:
         """Find the records of a segment, up to the first that is torn; return whether it has a base."""
         data = self._disk.read_whole(segment.path)
-        segment.offsets, segment.lasts, at = [], [], 0
+        segment.offsets, at = [], 0
         while self._is_sound(data, at):
             size, _, number, kind = _HEADER.unpack_from(data, at)
             if at == 0:
@@ -253,10 +252,8 @@ class DrawLog:
             elif kind == Kind.COMMIT:
                 segment.committed = number
             elif kind == Kind.DRAW and number == segment.first + len(segment.offsets):
-                _, last, *progress = _DRAW.unpack_from(data, at + _HEADER.size)[:6]
                 segment.offsets.append(at)
-                segment.lasts.append(last)
-                segment.progress = tuple(progress)
+                segment.progress = _DRAW.unpack_from(data, at + _HEADER.size)[2:6]
             else:
                 break
             at += size
@@ -278,19 +275,18 @@ class DrawLog:
                 hint="a consumer can record rows and values for each of them",
             )
         segment = self._require_segment()
-        ids = selection.ids
+        ids, info, marks, described = selection.ids, selection.info, selection.marks, b""
         runs = _find_runs(ids)
-        columns = [*selection.info.values(), *(mark.flags for mark in selection.marks)]
-        described = json.dumps(_describe(selection)).encode() if columns else b""
-        head = _DRAW.pack(
-            low, last, *progress, ids.size, 0 if runs is None else len(runs), selection.asked,
-            len(described),
-        )  # fmt: skip
-        body = [head, described, (ids if runs is None else runs).tobytes()]
-        at = self._write(segment, Kind.DRAW, self.count, *body, *(values.tobytes() for values in columns))
-        segment.offsets.append(at)
-        segment.lasts.append(last)
+        parts: list[Any] = [ids if runs is None else runs]
+        if info or marks:
+            parts += [np.ascontiguousarray(values) for values in info.values()]
+            parts += [np.ascontiguousarray(mark.flags) for mark in marks]
+            described = json.dumps(_describe(selection)).encode()
+        pieces = 0 if runs is None else len(runs)
+        head = _DRAW.pack(low, last, *progress, ids.size, pieces, selection.asked, len(described))
+        segment.offsets.append(self._write(segment, Kind.DRAW, self.count, head, described, *parts))
         segment.progress = tuple(progress)
+        self.count += 1
 
     def commit(self, count: int) -> None:
         """Record that a safe checkpoint of the learner covers the first `count` draws.
@@ -302,7 +298,7 @@ class DrawLog:
         self._write(segment, Kind.COMMIT, count)
         segment.committed = count
 
-    def _write(self, segment: _Segment, kind: Kind, number: int, *body: bytes) -> int:
+    def _write(self, segment: _Segment, kind: Kind, number: int, *body: Any) -> int:
         """Append a record to the newest segment; return its offset."""
         assert self._file is not None
         at = segment.length
@@ -311,11 +307,9 @@ class DrawLog:
         segment.length = at + len(frame)
         return at
 
-    def _frame(self, kind: Kind, number: int, *body: bytes) -> bytes:
-        size = _HEADER.size + sum(map(len, body))
-        frame = bytearray().join((_HEADER.pack(size, 0, number, kind), *body))
-        _CHECKSUM.pack_into(frame, 4, google_crc32c.extend(self._salt, bytes(frame[_CHECKED:])))
-        return bytes(frame)
+    def _frame(self, kind: Kind, number: int, *body: Any) -> bytes:
+        rest = b"".join((_NAMED.pack(number, kind), *body))
+        return _FRONT.pack(_FRONT.size + len(rest), google_crc32c.extend(self._salt, rest)) + rest
 
     def _require_segment(self) -> _Segment:
         """Return the newest segment, open for appending; start one if there is none or it is full."""
@@ -380,11 +374,10 @@ class DrawLog:
         cut = False
         while self._segments:
             newest = self._segments[-1]
-            if not newest.length:
-                self._scan(newest)
-            good = next((place for place, seen in enumerate(newest.lasts) if seen > last), len(newest.lasts))
-            if good == len(newest.lasts):
-                return cut
+            lasts = self._read_lasts(newest)
+            good = next((place for place, seen in enumerate(lasts) if seen > last), len(lasts))
+            if good == len(lasts):
+                break
             cut = True
             self._close_file()
             if good == 0 and len(self._segments) > 1:
@@ -398,8 +391,16 @@ class DrawLog:
             finally:
                 file.close()
             self._scan(newest)
-            return True
+            break
+        self._count()
         return cut
+
+    def _read_lasts(self, segment: _Segment) -> list[int]:
+        """Return the newest id that each draw of a segment saw."""
+        if not segment.length:
+            self._scan(segment)
+        data = self._disk.read_whole(segment.path)
+        return [_DRAW.unpack_from(data, at + _HEADER.size)[1] for at in segment.offsets]
 
     def close(self) -> None:
         """Sync, and close the file."""

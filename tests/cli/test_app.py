@@ -154,6 +154,18 @@ def test_the_version(cli: Cli) -> None:
     assert cli("--version") == Done(0, f"expstore {expstore.__version__}\n", "")
 
 
+def test_a_path_alone_is_info_and_a_command_is_no_path(
+    cli: Cli, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = cli("info", store)
+    assert info.code == 0
+    assert cli(store) == info
+    store.rename(store.with_name("verify"))
+    monkeypatch.chdir(store.parent)
+    assert cli("./verify").out == info.out.replace(str(store), "verify")
+    assert cli("verify", "verify").out == "verify: nothing found\n"
+
+
 def test_wrong_usage_exits_2(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     collect = ("collect", "CartPole-v1", "run.exp", "--steps")

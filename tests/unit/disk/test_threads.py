@@ -66,7 +66,7 @@ def test_the_first_failure_is_raised_after_all_have_ended() -> None:
 
 @pytest.mark.guarantee("process/turns")
 def test_the_caller_runs_what_no_thread_is_free_for(gate: threading.Event) -> None:
-    hanging = hang(MOST_THREADS, gate)
+    hanging = hang(max(MOST_THREADS, len(pool_threads())), gate)  # a grown pool has more
     me, ran = threading.get_ident(), list[int]()
     pool = Threads()
     finish([pool.submit(lambda: ran.append(threading.get_ident())) for _ in range(5)])
