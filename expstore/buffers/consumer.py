@@ -260,8 +260,10 @@ class Consumer(StorePart):
         """Return the consumer's description; create the consumer if there is none."""
         assert storage.manifest is not None, "consumers have a store on disk"
         about = About.load(self._disk, self._folder)
+        if seed is not None:
+            seed = check_whole("seed", seed, hint="use a number such as 7")
         if about is None:
-            seed = storage.seed if seed is None else check_whole("seed", seed)
+            seed = storage.seed if seed is None else seed
             about = About(secrets.token_hex(8), seed, storage.manifest.uuid)
             about.save(self._disk, self._folder)
             self._disk.sync_dir(self._folder.parent)
@@ -609,7 +611,9 @@ def _check_missing(missing: str) -> Missing:
 def _check_keep(keep: Keep) -> Keep:
     if keep in ("uncommitted", "all"):
         return keep
-    return check_whole("keep", keep)
+    if (count := check_whole("keep", keep, hint="'uncommitted', 'all', or a number of draws")) < 0:
+        raise ArgumentError(f"keep must be at least 0, got {count}")
+    return count
 
 
 def _build_changed_error(number: int, ids: IntArray) -> RowsChangedError:

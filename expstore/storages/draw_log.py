@@ -371,29 +371,28 @@ class DrawLog:
         Raises:
             StorageError: The disk failed.
         """
-        cut = False
-        while self._segments:
-            newest = self._segments[-1]
-            lasts = self._read_lasts(newest)
-            good = next((place for place, seen in enumerate(lasts) if seen > last), len(lasts))
-            if good == len(lasts):
+        place = at = None
+        for place_now in reversed(range(len(self._segments))):
+            lasts = self._read_lasts(self._segments[place_now])
+            bad = next((number for number, seen in enumerate(lasts) if seen > last), None)
+            if bad is not None:
+                place, at = place_now, bad
+            elif lasts:
                 break
-            cut = True
-            self._close_file()
-            if good == 0 and len(self._segments) > 1:
-                self._disk.unlink(newest.path)
-                self._segments.pop()
-                continue
-            file = self._disk.open(newest.path)
-            try:
-                file.truncate(newest.offsets[good])
+        if place is None or at is None:
+            return False
+        self._close_file()
+        while len(self._segments) > place + 1 or (at == 0 < place and len(self._segments) > place):
+            self._disk.unlink(self._segments.pop().path)
+        newest = self._segments[-1]
+        if len(self._segments) > place:
+            with contextlib.closing(self._disk.open(newest.path)) as file:
+                file.truncate(newest.offsets[at])
                 file.sync()
-            finally:
-                file.close()
-            self._scan(newest)
-            break
+        self._disk.sync_dir(self._folder)
+        self._scan(newest)
         self._count()
-        return cut
+        return True
 
     def _read_lasts(self, segment: _Segment) -> list[int]:
         """Return the newest id that each draw of a segment saw."""

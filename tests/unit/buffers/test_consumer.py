@@ -1,0 +1,583 @@
+"""Consumers: recorded draws come again, after going back, restarts and kills; nothing is drawn twice."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+import expstore
+from expstore.core.values import Mark, Selection
+from expstore.disk.files import Disk, File
+from expstore.errors import (
+    ArgumentError,
+    CorruptionError,
+    LockedError,
+    NotFoundError,
+    NotReadyError,
+    RowsChangedError,
+    StateError,
+    StorageError,
+)
+from expstore.storages import draw_log
+from expstore.storages.draw_log import DrawLog
+from tests.support.draw_sequences import BATCH, CAPACITY, SAMPLERS, sampler_rows, short_rings
+from tests.support.forks import in_child
+
+pytestmark = [
+    pytest.mark.usefixtures("no_syncs", "no_index_on_close"),
+    pytest.mark.filterwarnings("ignore:.*completing the draw with replacement"),
+]
+
+KINDS = {name: make for name, make in SAMPLERS.items() if not name.startswith("consuming")}
+
+
+def rows(count: int, start: int = 0) -> TensorDict:
+    """An episode of rows whose numbers are their ids less one."""
+    seen = torch.arange(start, start + count)[:, None].float()
+    done = (torch.arange(count) == count - 1)[:, None]
+    return TensorDict({"observation": seen, "next": {"done": done, "terminated": done}}, [count])
+
+
+@pytest.fixture
+def rb(tmp_path: Path) -> Iterator[Any]:
+    with expstore.open(tmp_path / "run.exp", batch_size=4, seed=1) as rb:
+        rb.extend(rows(100))
+        yield rb
+
+
+def same(one: Any, other: Any) -> bool:
+    return bool((one == other).all())
+
+
+def draw(consumer: Any, count: int) -> list[Any]:
+    return [consumer.sample() for _ in range(count)]
+
+
+def numbers(batch: Any) -> list[int]:
+    found: list[int] = batch["observation"].reshape(-1).long().tolist()
+    return found
+
+
+# -- going back ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.guarantee(
+    "consumers/again", "After `seek` a consumer's recorded draws come again, then new ones."
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_recorded_draws_come_again_and_then_those_that_would_have_come(kind: str, tmp_path: Path) -> None:
+    with short_rings():
+        found: list[list[Any]] = []
+        for name in ("never", "back", "reopened", "reader"):
+            path = tmp_path / f"{name}.exp"
+            with expstore.open(path, batch_size=BATCH, capacity=CAPACITY, seed=5) as rb:
+                rb.extend(sampler_rows(CAPACITY, 0))
+                options: dict[str, Any] = {"seed": 9, "sampler": KINDS[kind]()}
+                if name == "reader":
+                    rb.flush()
+                    rb = expstore.open(path, mode="r", batch_size=BATCH)
+                c = rb.consumer("learner", **options)
+                batches, position = draw(c, 2), json.loads(json.dumps(c.position))
+                batches += draw(c, 3)
+                again = []
+                if name == "back":
+                    c.seek(position)
+                    assert c.replaying
+                    again = draw(c, 3)
+                elif name != "never":
+                    c.close()
+                    if name == "reader":
+                        rb.close()
+                        rb = expstore.open(path, mode="r", batch_size=BATCH)
+                    c = rb.consumer("learner", **options | {"sampler": KINDS[kind]()}, at=position)
+                    again = draw(c, 3)
+                assert all(map(same, again, batches[2:]))
+                assert not c.replaying
+                found.append(batches + draw(c, 4))
+                c.close()
+                rb.close()
+        for batches in found[1:]:
+            assert all(map(same, batches, found[0]))
+
+
+def test_rows_that_were_appended_since_make_no_difference(rb: Any) -> None:
+    c = rb.consumer("learner", sampler="without_replacement")
+    position, before = c.position, [c.sample(return_info=True) for _ in range(3)]
+    rb.extend(rows(100, 100))
+    c.seek(position)
+    for batch, info in before:
+        again, info_again = c.sample(return_info=True)
+        assert same(again, batch)
+        assert (info_again["id"] == info["id"]).all()
+    # The pass of the smaller store has ended, and a new one has all rows.
+    assert sorted(number for _ in range(50) for number in numbers(c.sample())) == list(range(200))
+
+
+def test_the_stores_own_draws_and_other_consumers_are_not_touched(tmp_path: Path) -> None:
+    found = []
+    for used in (False, True):
+        with expstore.open(tmp_path / f"{used}.exp", batch_size=4, seed=1) as rb:
+            rb.extend(rows(100))
+            other = rb.consumer("other", seed=3)
+            if used:
+                c = rb.consumer("learner", sampler="without_replacement")
+                assert not same(c.sample(), c.sample())
+            found.append((rb.sample(), other.sample(), rb.stats()["draws"]))
+    assert same(found[0][0], found[1][0])
+    assert same(found[0][1], found[1][1])
+    assert found[0][2] == found[1][2]
+
+
+def test_new_goals_come_again(tmp_path: Path) -> None:
+    count = torch.arange(40)[:, None].float()
+    goal, done = torch.full((40, 1), 99.0), (torch.arange(40) % 10 == 9)[:, None]
+    seen = {"observation": count, "achieved_goal": count, "desired_goal": goal}
+    after = {name: value + (name != "desired_goal") for name, value in seen.items()}
+    step = {"reward": torch.zeros(40, 1), "done": done, "terminated": done}
+    data = TensorDict(seen | {"action": torch.zeros(40, 1), "next": after | step}, [40])
+    storage = expstore.ZarrStorage(tmp_path / "run.exp")
+    rb = expstore.HERReplayBuffer(
+        storage=storage, reward_fn=lambda batch: batch["next", "reward"] + 1, batch_size=16
+    )
+    with rb:
+        rb.extend(data)
+        c = rb.consumer("learner", sampler="prioritized")
+        position, before = c.position, draw(c, 4)
+        assert any(bool((batch["desired_goal"] != 99).any()) for batch in before)
+        c.seek(position)
+        assert all(map(same, draw(c, 4), before))
+
+
+class Noise:
+    """Adds the first random number of the draw."""
+
+    draws = True
+
+    def __call__(self, batch: Any, numbers: Any = None) -> Any:
+        batch["observation"] = batch["observation"] + numbers.random()
+        return batch
+
+
+def test_random_transforms_come_again(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "run.exp", batch_size=4, batches={"transform": Noise()}) as rb:
+        rb.extend(rows(100))
+        c = rb.consumer("learner")
+        position, before = c.position, draw(c, 4)
+        assert len({float(batch["observation"][0] % 1) for batch in before}) == 4
+        c.seek(position)
+        assert all(map(same, draw(c, 4), before))
+
+
+def test_iteration_ends_with_the_pass_and_not_while_it_repeats(rb: Any) -> None:
+    c = rb.consumer("learner", sampler="without_replacement", batch_size=30)
+    position = c.position
+    assert [len(batch) for batch in c] == [30, 30, 30, 10]
+    c.seek(position)
+    assert [len(batch) for batch in c] == [30, 30, 30, 10]
+
+
+def test_replay_changes_nothing(rb: Any) -> None:
+    c = rb.consumer("learner", keep="all")
+    before, position = draw(c, 5), c.position
+    assert all(map(same, c.replay(1, 3), before[1:4]))
+    assert all(map(same, c.replay(0), before))
+    assert c.position == position
+    with pytest.raises(NotFoundError, match="draw 5 "):
+        list(c.replay(4, 5))
+    assert c.position == position
+
+
+# -- positions and commits -------------------------------------------------------------------------------
+
+
+def test_a_commit_drops_what_came_before(rb: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draw_log, "SEGMENT_BYTES", 400)
+    c = rb.consumer("learner")
+    start = c.position
+    draw(c, 20)
+    middle = c.position
+    assert c.committed == 0
+    rest = draw(c, 20)
+    c.commit(middle)
+    c.commit(middle)
+    assert c.committed == 20
+    (found,) = rb.consumers.list()
+    assert (found.name, found.draws, found.committed, found.is_open) == ("learner", 40, 20, True)
+    assert 15 <= found.first <= 20
+    with pytest.raises(StateError, match="cannot go back to draw 0"):
+        c.seek(start)
+    with pytest.raises(StateError, match="20 draws are committed"):
+        c.commit(start)
+    c.seek(middle)
+    assert all(map(same, draw(c, 20), rest))
+    c.close()
+    assert rb.consumer("learner").committed == 20
+
+
+@pytest.mark.parametrize(("keep", "first"), [("all", 0), (12, 8), ("uncommitted", 20)])
+def test_how_many_draws_are_kept(rb: Any, keep: Any, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draw_log, "SEGMENT_BYTES", 1)
+    c = rb.consumer("learner", keep=keep)
+    draw(c, 20)
+    c.commit()
+    assert max(0, first - 1) <= rb.consumers.list()[0].first <= first
+
+
+def test_positions_of_others_are_refused(rb: Any) -> None:
+    c, other = rb.consumer("learner"), rb.consumer("other")
+    draw(c, 2)
+    for position, message in (
+        (other.position, "another consumer \\('other'"),
+        ({"draw": 1}, "is not a position"),
+        (1, "is not a position"),
+        (c.position | {"draw": "x"}, "draw must be an integer"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            c.seek(position)
+        with pytest.raises(ArgumentError, match=message):
+            c.commit(position)
+    for number in (-1, 3):
+        with pytest.raises(StateError, match=f"cannot go back to draw {number}"):
+            c.seek(c.position | {"draw": number})
+    with pytest.raises(StateError, match="2 were recorded"):
+        c.commit(c.position | {"draw": 3})
+    other.close()
+    with pytest.raises(ArgumentError, match="another consumer"):
+        rb.consumer("other", at=c.position)
+    rb.consumer("other").close()  # the failed one is not open
+
+
+def test_a_dropped_consumer_begins_again(rb: Any) -> None:
+    c = rb.consumer("learner")
+    position, first = c.position, c.sample()
+    with pytest.raises(LockedError, match="one process draws"):
+        rb.consumer("learner")
+    with pytest.raises(LockedError):
+        rb.consumers.drop("learner")
+    c.close()
+    rb.consumers.drop("learner")
+    assert rb.consumers.list() == []
+    with pytest.raises(NotFoundError, match="no consumer 'learner'"):
+        rb.consumers.drop("learner")
+    new = rb.consumer("learner")
+    assert same(new.sample(), first)
+    with pytest.raises(ArgumentError, match="another consumer"):
+        new.seek(position)
+
+
+# -- rows that are gone ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gone", ["evicted", "deleted", "restored"])
+def test_rows_that_are_gone(gone: str, tmp_path: Path) -> None:
+    capacity = 64 if gone == "evicted" else None
+    with expstore.open(tmp_path / "run.exp", capacity=capacity, batch_size=8, seed=1) as rb:
+        rb.extend(rows(32))
+        if gone == "restored":
+            rb.snapshots.tag("start")
+        rb.extend(rows(32, 32), source="other")
+        c = rb.consumer("learner")
+        position, batch = c.position, c.sample()
+        if gone == "evicted":
+            rb.extend(rows(32, 64))
+            left = [number for number in numbers(batch) if number >= 32]
+        elif gone == "deleted":
+            rb.episodes.delete("episode_id = 1")
+            left = [number for number in numbers(batch) if number >= 32]
+        else:
+            rb.snapshots.restore(version="start")  # its rows get new ids
+            left = []
+        c.seek(position)
+        for _ in range(2):
+            with pytest.raises(RowsChangedError, match="draw 0 had rows") as caught:
+                c.sample()
+            assert caught.value.kind == "rows_changed"
+        c.close()
+        c = rb.consumer("learner", at=position, missing="skip")
+        if left:
+            assert numbers(c.sample()) == left
+        else:
+            with pytest.raises(RowsChangedError):
+                c.sample()
+
+
+# -- restarts and kills ----------------------------------------------------------------------------------
+
+
+@pytest.mark.guarantee(
+    "consumers/kill", "A consumer's draw whose batch was returned is recorded after `kill -9` of the learner."
+)
+@pytest.mark.parametrize("mode", ["a", "r"])
+def test_draws_that_returned_survive_a_kill(mode: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.exp"
+    with expstore.open(path, batch_size=4, seed=1) as rb:
+        rb.extend(rows(100))
+        expected = draw(rb.consumer("other", sampler="without_replacement"), 12)
+
+    def learn() -> None:
+        rb = expstore.open(path, batch_size=4, mode=mode)
+        c = rb.consumer("learner", sampler="without_replacement")
+        for _ in range(3):
+            c.sample()
+
+    for life in range(3):
+        in_child(learn)
+        with expstore.open(path, batch_size=4, mode=mode) as rb, rb.consumer("learner") as c:
+            assert c.position["draw"] == 3 * (life + 1)
+            assert all(map(same, c.replay(0), expected))
+    with expstore.open(path, batch_size=4) as rb, rb.consumer("learner", sampler="without_replacement") as c:
+        assert same(c.sample(), expected[9])
+
+
+def test_threads_share_the_draws(rb: Any) -> None:
+    c = rb.consumer("learner", sampler="without_replacement", batch_size=5)
+    found: list[int] = []
+
+    def work() -> None:
+        for _ in range(5):
+            found.extend(numbers(c.sample()))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == list(range(100))
+    assert sorted(number for batch in c.replay(0) for number in numbers(batch)) == list(range(100))
+
+
+def test_it_belongs_to_one_process(rb: Any) -> None:
+    c = rb.consumer("learner")
+    c.sample()
+
+    def child() -> None:
+        with pytest.raises(StateError, match="from which this one was forked"):
+            c.sample()
+        c.close()  # which does not release the parent's lock
+
+    in_child(child)
+    c.sample()
+    for make in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(StateError, match="cannot be copied"):
+            make(c)
+    pickle.loads(pickle.dumps(rb)).close()  # a buffer with consumers can be copied, without them
+
+
+def test_closing_the_buffer_closes_its_consumers(tmp_path: Path) -> None:
+    rb = expstore.open(tmp_path / "run.exp", batch_size=4)
+    c = rb.consumer("learner")
+    with pytest.raises(NotReadyError):
+        c.sample()
+    rb.extend(rows(10))
+    c.sample()
+    rb.flush()
+    rb.close()
+    for use in (c.sample, c.commit, c.flush, lambda: c.seek(c.position), lambda: next(c.replay(0))):
+        with pytest.raises(StateError, match="closed"):
+            use()
+    c.close()
+    assert "closed" in repr(c)
+
+
+# -- failures and damage ---------------------------------------------------------------------------------
+
+
+def test_a_draw_that_cannot_be_recorded_comes_again(rb: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    c = rb.consumer("learner", sampler="without_replacement")
+    expected = draw(rb.consumer("other", sampler="without_replacement"), 4)
+    c.sample()
+    write = File.write
+
+    def fail(file: File, data: Any, offset: int) -> None:
+        if file.path.parent.name == "learner":
+            write(file, data[: len(data) // 2], offset)
+            raise StorageError("the disk is full", kind="disk_full")
+        write(file, data, offset)
+
+    monkeypatch.setattr(File, "write", fail)
+    for _ in range(2):
+        with pytest.raises(StorageError, match="full"):
+            c.sample()
+    monkeypatch.setattr(File, "write", write)
+    assert all(map(same, draw(c, 3), expected[1:]))
+    c.close()
+    assert all(map(same, rb.consumer("learner").replay(0), expected))
+
+
+def test_a_torn_end_is_cut_and_damage_is_named(rb: Any, tmp_path: Path) -> None:
+    c = rb.consumer("learner")
+    before = draw(c, 5)
+    c.close()
+    folder = tmp_path / "run.exp" / "consumers" / "learner"
+    (log,) = (path for path in folder.iterdir() if path.name.isdigit())
+    log.write_bytes(log.read_bytes()[:-7])
+    with rb.consumer("learner") as c:
+        assert c.position["draw"] == 4
+        assert same(c.sample(), before[4])
+        assert all(map(same, c.replay(0), before))
+    with rb.consumer("learner") as c:
+        data = bytearray(log.read_bytes())
+        data[-1] ^= 1
+        log.write_bytes(data)
+        with pytest.raises(CorruptionError, match="draw 4 is damaged"):
+            list(c.replay(4))
+    (folder / "consumer.json").write_text("{}")
+    with pytest.raises(CorruptionError, match="consumer.json"):
+        rb.consumer("learner")
+    (folder / "consumer.json").write_text('{"format": 2, "id": "a", "seed": 1, "store": "b"}')
+    with pytest.raises(StateError, match="format 2"):
+        rb.consumer("learner")
+
+
+def test_arguments(rb: Any, tmp_path: Path) -> None:
+    rb.consumer("seeded", seed=3).close()
+    for name, options, message in (
+        ("", {}, "not a name of a consumer"),
+        ("../x", {}, "not a name of a consumer"),
+        ("a" * 101, {}, "not a name of a consumer"),
+        ("a", {"missing": "x"}, "missing must be"),
+        ("a", {"keep": "x"}, "keep must be"),
+        ("a", {"keep": -1}, "keep must be"),
+        ("a", {"seed": "x"}, "seed must be"),
+        ("a", {"sampler": "consuming"}, "counts in the store"),
+        ("a", {"batch_size": 0}, "batch_size must be"),
+        ("seeded", {"seed": 4}, "draws with seed 3, not 4"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            rb.consumer(name, **options)
+    rb.consumer("a").close()
+    with pytest.raises(StateError, match="need a store on disk"):
+        expstore.TensorDictReplayBuffer(batch_size=4).consumer("a")
+    limited = expstore.TensorDictReplayBuffer(batch_size=4, rate_limiter=expstore.MinSize(1))
+    with pytest.raises(StateError, match="sample unit or a rate limiter"):
+        limited.consumer("a")
+    version = rb.snapshots.tag("one")
+    with (
+        expstore.open(tmp_path / "run.exp", version="one", batch_size=4) as old,
+        pytest.raises(StateError, match="is a version"),
+    ):
+        old.consumer("a")
+    assert version.tag == "one"
+
+
+# -- the log ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DrawLog]:
+    monkeypatch.setattr(draw_log, "SEGMENT_BYTES", 600)
+    log = DrawLog(Disk(), tmp_path, "a")
+    yield log
+    log.close()
+
+
+SELECTIONS = [
+    Selection(np.array([3, 1, 1])),
+    Selection(np.arange(40)),
+    Selection(np.concatenate([np.arange(7, 17), np.arange(2, 12), [5]]), asked=32),
+    Selection(np.array([2, 3])),
+    Selection(np.array([], np.int64)),
+    Selection(
+        np.array([9, 8]),
+        info={
+            ("priority_weight",): np.array([0.5, 1], np.float32),
+            ("next", "x"): np.arange(6).reshape(2, 3),
+        },
+        marks=(Mark(("next", "truncated"), np.array([True, False]), new=False),),
+    ),
+]
+
+
+@pytest.mark.parametrize("reopened", [False, True])
+def test_what_is_recorded_is_read(log: DrawLog, reopened: bool, tmp_path: Path) -> None:
+    for number in range(30):
+        selection = SELECTIONS[number % len(SELECTIONS)]
+        log.append(selection, low=number, last=100 + number, progress=(number, 1, 2, 3))
+    if reopened:
+        log.close()
+        log = DrawLog(Disk(), tmp_path, "a")
+    assert (log.count, log.first, log.progress) == (30, 0, (29, 1, 2, 3))
+    assert len(list(tmp_path.iterdir())) > 3
+    for number in reversed(range(30)):
+        found, expected = log.read(number), SELECTIONS[number % len(SELECTIONS)]
+        assert found[0] == number
+        assert found[2:] == (number, 100 + number, (number, 1, 2, 3))
+        selection = found.selection
+        np.testing.assert_array_equal(selection.ids, expected.ids)
+        assert selection.ids.dtype == np.int64
+        assert (selection.asked, selection.info.keys()) == (expected.asked, expected.info.keys())
+        for key, values in expected.info.items():
+            np.testing.assert_array_equal(selection.info[key], values)
+            assert selection.info[key].dtype == values.dtype
+        for mark, other in zip(selection.marks, expected.marks, strict=True):
+            assert (mark.key, mark.joins, mark.new, mark.flat) == (
+                other.key,
+                other.joins,
+                other.new,
+                other.flat,
+            )
+            np.testing.assert_array_equal(mark.flags, other.flags)
+    for number in (-1, 30):
+        with pytest.raises(NotFoundError, match="draws 0 to 29"):
+            log.read(number)
+
+
+def test_it_takes_few_bytes(tmp_path: Path) -> None:
+    log, chance = DrawLog(Disk(), tmp_path, "a"), np.random.default_rng(1)
+    for _ in range(100):
+        log.append(Selection(chance.integers(1, 1 << 40, 256)), low=0, last=1, progress=(0, 0, 0, 0))
+    assert log.size / 25600 < 9
+    for _ in range(100):
+        log.append(Selection(np.arange(256)), low=0, last=1, progress=(0, 0, 0, 0))
+    assert log.size / 25600 < 10
+    log.close()
+
+
+@pytest.mark.parametrize("last", [0, 3, 12, 29, 40])
+def test_draws_that_saw_lost_rows_are_cut(log: DrawLog, last: int, tmp_path: Path) -> None:
+    for number in range(30):
+        log.append(SELECTIONS[0], low=0, last=number, progress=(number, 0, 0, 0))
+    log.commit(30)
+    log.close()
+    log = DrawLog(Disk(), tmp_path, "a")
+    assert log.cut_after(last) == (last < 29)
+    count = min(last + 1, 30)
+    for _ in range(2):
+        # The commit came after what was cut.
+        assert (log.count, log.committed, log.progress[0]) == (count, 30 if last >= 29 else 0, count - 1)
+        assert log.read(count - 1).last == count - 1
+        log = DrawLog(Disk(), tmp_path, "a")
+    log.append(SELECTIONS[1], low=0, last=0, progress=(7, 0, 0, 0))
+    assert DrawLog(Disk(), tmp_path, "a").count == count + 1
+    log.close()
+
+
+def test_another_consumers_log_of_the_same_name_is_not_read(log: DrawLog, tmp_path: Path) -> None:
+    log.append(SELECTIONS[0], low=0, last=1, progress=(0, 0, 0, 0))
+    log.close()
+    assert DrawLog(Disk(), tmp_path, "b", writes=False).count == 0
+    assert DrawLog(Disk(), tmp_path, "a").count == 1
+    new = DrawLog(Disk(), tmp_path, "b")
+    assert (new.count, list(tmp_path.iterdir())) == (0, [])
+
+
+def test_a_segment_without_a_beginning_is_removed(log: DrawLog, tmp_path: Path) -> None:
+    for _ in range(8):
+        log.append(SELECTIONS[1], low=0, last=1, progress=(1, 0, 0, 0))
+    log.close()
+    (tmp_path / f"{8:016d}").write_bytes(b"\0" * 10)
+    log = DrawLog(Disk(), tmp_path, "a")
+    assert log.count == 8
+    log.append(SELECTIONS[0], low=0, last=1, progress=(2, 0, 0, 0))
+    log.close()
+    assert DrawLog(Disk(), tmp_path, "a").read(8).progress[0] == 2
