@@ -1,7 +1,7 @@
 """Consumers: named readers of a store whose draws are written down before their batches are returned.
 
 A learner saves the position of its consumer with its own checkpoint. When it goes back to the checkpoint, it
-seeks to that position, and the recorded draws come again. `storages/draw_log.py` is the log.
+seeks to that position, and the recorded draws come again. `storages/format/draw_log.py` is the log.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import os
 import re
 import secrets
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -27,7 +28,7 @@ from expstore.core.draw_state import DrawState
 from expstore.core.draws import Draws
 from expstore.core.values import IntArray, Key, Selection, Window
 from expstore.disk.files import Disk
-from expstore.disk.writer_lock import WriterLock, is_locked
+from expstore.disk.writer_lock import WriterLock
 from expstore.errors import (
     ArgumentError,
     LockedError,
@@ -40,7 +41,14 @@ from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import ConsumingSampler
 from expstore.samplers.random import RandomSampler
 from expstore.samplers.torchrl_adapter import adapt
-from expstore.storages.draw_log import ABOUT, CONSUMERS, About, DrawLog, find_consumers
+from expstore.storages.format.draw_log import (
+    ABOUT,
+    CONSUMERS,
+    About,
+    ConsumerInfo,
+    DrawLog,
+    describe_consumers,
+)
 from expstore.storages.format.paths import LOCK, VERSION
 from expstore.storages.read_view import ReadView, build_closed_error
 
@@ -76,6 +84,7 @@ class _Recording(Sampler):
         self._window = Window(0, 0)  # when the rows were chosen
         #: Number of the present draw, and whether it was recorded before; the consumer sets them.
         self.number, self.is_recorded = 0, False
+        self._ends = False
         #: Whether what follows the choice of rows uses random numbers.
         self.is_followed = False
         self.prioritized, self.windowed, self.filter = sampler.prioritized, sampler.windowed, sampler.filter
@@ -109,7 +118,7 @@ class _Recording(Sampler):
     @property
     def ran_out(self) -> bool:
         """Whether iteration ends: the last batch completed a pass, or used up the rows."""
-        return self._sampler.ran_out
+        return self._ends
 
     def select(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
         """Return the rows of the recorded draw, or choose them.
@@ -145,7 +154,7 @@ class _Recording(Sampler):
 
     def _find_rows_again(self, storage: ReadView) -> Selection:
         recorded = self._log.read(self.number)
-        selection = recorded.selection
+        selection, self._ends = recorded.selection, recorded.ends
         there = storage.stored.holds(selection.ids)
         if there.all():
             return selection
@@ -165,11 +174,13 @@ class _Recording(Sampler):
         """
         if self.is_recorded:
             return
-        state = self._state
-        former = state.progress
+        state, window, former = self._state, self._window, self._state.progress
         self._sampler.hand_out(storage, selection)
+        self._ends = self._sampler.ran_out
         try:
-            self._log.append(selection, low=self._window.low, last=self._window.last, progress=state.progress)
+            self._log.append(
+                selection, low=window.low, last=window.last, progress=state.progress, ends=self._ends
+            )
         except BaseException:
             state.note_progress(former)
             self._sampler.attach(storage)
@@ -254,6 +265,7 @@ class Consumer(StorePart):
         except BaseException:
             self._lock.release()
             raise
+        self._end = weakref.finalize(self, _release, self._log, self._lock, self._process)
         self.closed = False
 
     def _find_about(self, storage: ReadView, seed: int | None) -> About:
@@ -316,7 +328,7 @@ class Consumer(StorePart):
         """Yield batches, without end or until the sampler has no more rows."""
         while True:
             yield self.sample()
-            if self._sampler.ran_out and not self.replaying:
+            if self._sampler.ran_out:
                 return
 
     def replay(self, first: int, last: int | None = None, *, as_numpy: bool | None = None) -> Iterator[Any]:
@@ -454,9 +466,8 @@ class Consumer(StorePart):
             self.closed = True
             try:
                 self._sampling.close()
-                self._log.close()
             finally:
-                self._lock.release()
+                self._end()
 
     def attach(self, storage: ReadView) -> None:
         """Draw from a storage from now on."""
@@ -501,27 +512,6 @@ class Consumer(StorePart):
         return f"Consumer({self.name!r}, {self._sampler!r}, batch_size={self._batch_size}, {state})"
 
 
-@dataclass(frozen=True, slots=True)
-class ConsumerInfo:
-    """What is known of a consumer.
-
-    Args:
-        name: Its name.
-        draws: Number of draws that were recorded.
-        committed: Number of draws that its last commit covers.
-        first: Number of the oldest draw that is still in its log.
-        log_bytes: Length of its log.
-        is_open: Whether a process draws for it.
-    """
-
-    name: str
-    draws: int
-    committed: int
-    first: int
-    log_bytes: int
-    is_open: bool
-
-
 class Consumers:
     """List the consumers of a store, and end them.
 
@@ -543,12 +533,7 @@ class Consumers:
         storage = self._store.check_open()
         if storage.path is None or storage.manifest is None:
             return []
-        disk, found = Disk(), []
-        for folder, about in find_consumers(disk, storage.path):
-            log = DrawLog(disk, folder, about.id, writes=False)
-            locked = is_locked(disk, folder / LOCK)
-            found.append(ConsumerInfo(folder.name, log.count, log.committed, log.first, log.size, locked))
-        return found
+        return describe_consumers(Disk(), storage.path)
 
     def drop(self, name: str) -> None:
         """End a consumer: remove its log. A new one of this name begins at draw 0.
@@ -567,6 +552,16 @@ class Consumers:
             disk.remove_tree(folder)
         finally:
             lock.release()
+
+
+def _release(log: DrawLog, lock: WriterLock, process: int) -> None:
+    """Close a consumer's files: by `close`, when it is collected, or at the end of its process."""
+    if os.getpid() != process:
+        return
+    try:
+        log.close()
+    finally:
+        lock.release()
 
 
 def _folder_of(store: StoreHandle, name: str) -> Path:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from expstore import __version__
-from expstore.cli import checks, export, reshape, retain, serve, snapshots
+from expstore.cli import checks, consumers, export, reshape, retain, serve, snapshots
 from expstore.cli.cluster import cluster
 from expstore.cli.columns import add_column, drop_column
 from expstore.cli.completion import complete_store
@@ -495,6 +495,14 @@ add_command(
     notes="Nothing is changed. A store can be inspected while another process writes to it. Of a folder of "
     "stores, each store is listed.",
     examples=("expstore info run.exp", "expstore info runs --json"),
+)
+add_command(
+    app,
+    consumers.consumers,
+    heading=LOOK,
+    notes="A consumer is a reader with a name, whose draws are written down. `open` says whether a process "
+    "draws for it now.",
+    examples=("expstore consumers run.exp", "expstore consumers run.exp --json"),
 )
 add_command(
     app,

@@ -808,3 +808,17 @@ def test_a_dry_run_refuses_what_the_command_refuses(cli: Cli, store: Path) -> No
         done = cli(*words, *more)
         assert done.code == 2
         assert is_one_error(done, "has a capacity: its rows are evicted by age, not deleted")
+
+
+def test_consumers(cli: Cli, store: Path) -> None:
+    assert cli("consumers", store).out.endswith("has no consumers\n")
+    with expstore.open(store, batch_size=4) as rb, rb.consumer("learner") as learner:
+        learner.sample()
+        learner.commit()
+        learner.sample()
+        found = cli("consumers", store)
+        assert found.code == 0
+        assert found.out.splitlines()[-1].split() == ["learner", "2", "1", "330", "bytes", "yes"]
+    (known,) = cli("consumers", store, "--json").json["consumers"]
+    assert (known["draws"], known["committed"], known["is_open"]) == (2, 1, False)
+    assert cli("consumers", store.parent).code == 2

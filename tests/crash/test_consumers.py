@@ -17,8 +17,9 @@ from tensordict import TensorDict
 
 import expstore
 from expstore.disk.files import Disk
-from expstore.storages import ZarrStorage, draw_log
+from expstore.storages import ZarrStorage
 from expstore.storages.engine import opening, store
+from expstore.storages.format import draw_log
 from tests.crash.folder_power_cuts import disks_after
 from tests.crash.killing_disks import KillingDisk, machine
 from tests.support.forks import in_child

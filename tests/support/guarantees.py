@@ -22,6 +22,7 @@ SECTIONS = {
     "kill": "A process that dies",
     "power": "A power cut",
     "draw": "Batches",
+    "consumers": "Consumers",
     "rows": "Rows and episodes",
     "process": "Threads and processes",
     "disk": "A disk that fails or is full",

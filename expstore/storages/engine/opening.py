@@ -33,11 +33,11 @@ from expstore.storages.columns.payload import split_payload
 from expstore.storages.columns.priorities import StoredPriorities, find_base
 from expstore.storages.columns.sample_counts_column import SampledColumn, has_sampled
 from expstore.storages.description import Description
-from expstore.storages.draw_log import cut_logs
 from expstore.storages.engine.open_store import OpenStore
 from expstore.storages.engine.shared_state import SharedState
 from expstore.storages.format.chunk_encoding import Packing
 from expstore.storages.format.control_page import PAGE
+from expstore.storages.format.draw_log import cut_logs
 from expstore.storages.format.journal import Journal, no_records, read_journal, settle_journal
 from expstore.storages.format.manifest import MANIFEST, Manifest
 from expstore.storages.format.paths import CHECKSUMS, COLUMNS, JOURNAL, LOG

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import pickle
 import threading
@@ -28,8 +29,8 @@ from expstore.errors import (
     StateError,
     StorageError,
 )
-from expstore.storages import draw_log
-from expstore.storages.draw_log import DrawLog
+from expstore.storages.format import draw_log
+from expstore.storages.format.draw_log import DrawLog
 from tests.support.draw_sequences import BATCH, CAPACITY, SAMPLERS, sampler_rows, short_rings
 from tests.support.forks import in_child
 
@@ -182,8 +183,16 @@ def test_iteration_ends_with_the_pass_and_not_while_it_repeats(rb: Any) -> None:
     c = rb.consumer("learner", sampler="without_replacement", batch_size=30)
     position = c.position
     assert [len(batch) for batch in c] == [30, 30, 30, 10]
-    c.seek(position)
-    assert [len(batch) for batch in c] == [30, 30, 30, 10]
+    c.sample()
+    for again in (c, None):
+        if again is None:
+            c.close()
+            c = rb.consumer("learner", sampler="without_replacement", batch_size=30)
+        c.seek(position)
+        assert [len(batch) for batch in c] == [30, 30, 30, 10]
+        assert c.replaying
+    draw(c, 2)
+    assert [len(batch) for batch in c] == [30, 10]
 
 
 def test_replay_changes_nothing(rb: Any) -> None:
@@ -389,6 +398,14 @@ def test_closing_the_buffer_closes_its_consumers(tmp_path: Path) -> None:
     assert "closed" in repr(c)
 
 
+def test_one_that_is_dropped_lets_another_begin(rb: Any) -> None:
+    with expstore.open(rb.storage.path, mode="r", batch_size=4) as reader:
+        reader.consumer("learner").sample()
+        reader._consumers.clear()
+        gc.collect()
+        assert rb.consumer("learner").position["draw"] == 1
+
+
 # -- failures and damage ---------------------------------------------------------------------------------
 
 
@@ -502,7 +519,7 @@ SELECTIONS = [
 def test_what_is_recorded_is_read(log: DrawLog, reopened: bool, tmp_path: Path) -> None:
     for number in range(30):
         selection = SELECTIONS[number % len(SELECTIONS)]
-        log.append(selection, low=number, last=100 + number, progress=(number, 1, 2, 3))
+        log.append(selection, low=number, last=100 + number, progress=(number, 1, 2, 3), ends=number % 4 == 0)
     if reopened:
         log.close()
         log = DrawLog(Disk(), tmp_path, "a")
@@ -511,7 +528,7 @@ def test_what_is_recorded_is_read(log: DrawLog, reopened: bool, tmp_path: Path) 
     for number in reversed(range(30)):
         found, expected = log.read(number), SELECTIONS[number % len(SELECTIONS)]
         assert found[0] == number
-        assert found[2:] == (number, 100 + number, (number, 1, 2, 3))
+        assert found[2:] == (number, 100 + number, (number, 1, 2, 3), number % 4 == 0)
         selection = found.selection
         np.testing.assert_array_equal(selection.ids, expected.ids)
         assert selection.ids.dtype == np.int64

@@ -23,7 +23,7 @@ from expstore.core.draw_state import NO_PROGRESS
 from expstore.core.parsing import parsing
 from expstore.core.values import Array, IntArray, Mark, Selection
 from expstore.disk.files import Disk, File
-from expstore.disk.writer_lock import WriterLock
+from expstore.disk.writer_lock import WriterLock, is_locked
 from expstore.errors import CorruptionError, LockedError, NotFoundError, StateError
 from expstore.storages.format.paths import LOCK
 
@@ -35,10 +35,10 @@ SEGMENT_BYTES = 8 << 20
 _FORMAT = 1
 ABOUT = "consumer.json"
 _DIGITS = 16
-#: Length of the record, checksum of what follows, number, kind.
-_HEADER = struct.Struct("<IIQB7x")
-#: The checksum's part of it: number and kind.
-_NAMED = struct.Struct("<QB7x")
+#: Length of the record, checksum of what follows, number, kind, whether iteration ends.
+_HEADER = struct.Struct("<IIQB?6x")
+#: What the checksum covers of it.
+_NAMED = struct.Struct("<QB?6x")
 _FRONT = struct.Struct("<II")
 #: `low` and `last` of the window, progress, rows, runs (0: ids follow), rows asked for, length of the
 #: description of the columns.
@@ -65,6 +65,7 @@ class Draw(NamedTuple):
         low: The newest id that could not be read any more.
         last: The newest id that could be read.
         progress: The progress of the sampler after it.
+        ends: Whether it completed a pass, or used up the rows, so that iteration ends.
     """
 
     number: int
@@ -72,6 +73,7 @@ class Draw(NamedTuple):
     low: int
     last: int
     progress: tuple[int, ...]
+    ends: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +149,12 @@ class DrawLog:
         CorruptionError: A segment cannot be read.
 
     Example:
-        >>> import numpy as np
         >>> from expstore.core.values import Selection
+        >>> from pathlib import Path
         >>> from expstore.disk.files import Disk
-        >>> log = DrawLog(Disk(), folder, "a")
+        >>> from expstore.storages.format.draw_log import DrawLog
+        >>> Disk().make_dir(Path("learner"))
+        >>> log = DrawLog(Disk(), Path("learner"), "a")
         >>> log.append(Selection(np.array([3, 1])), low=0, last=3, progress=(0, 0, 0, 0))
         >>> log.read(0).selection.ids
         array([3, 1])
@@ -232,7 +236,7 @@ class DrawLog:
         """Return whether a whole record is there."""
         if at + _HEADER.size > len(data):
             return False
-        size, crc, _, _ = _HEADER.unpack_from(data, at)
+        size, crc, *_ = _HEADER.unpack_from(data, at)
         if size < _HEADER.size or at + size > len(data):
             return False
         return bool(google_crc32c.extend(self._salt, data[at + _FRONT.size : at + size]) == crc)
@@ -242,7 +246,7 @@ class DrawLog:
         data = self._disk.read_whole(segment.path)
         segment.offsets, at = [], 0
         while self._is_sound(data, at):
-            size, _, number, kind = _HEADER.unpack_from(data, at)
+            size, _, number, kind, _ = _HEADER.unpack_from(data, at)
             if at == 0:
                 if kind != Kind.BASE or number != segment.first:
                     return False
@@ -262,7 +266,15 @@ class DrawLog:
 
     # -- appending ---------------------------------------------------------------------------------
 
-    def append(self, selection: Selection, *, low: int, last: int, progress: Sequence[int]) -> None:
+    def append(
+        self,
+        selection: Selection,
+        *,
+        low: int,
+        last: int,
+        progress: Sequence[int],
+        ends: bool = False,
+    ) -> None:
         """Record a draw with the number `count`; see `Draw` for the arguments.
 
         Raises:
@@ -284,7 +296,9 @@ class DrawLog:
             described = json.dumps(_describe(selection)).encode()
         pieces = 0 if runs is None else len(runs)
         head = _DRAW.pack(low, last, *progress, ids.size, pieces, selection.asked, len(described))
-        segment.offsets.append(self._write(segment, Kind.DRAW, self.count, head, described, *parts))
+        segment.offsets.append(
+            self._write(segment, Kind.DRAW, self.count, head, described, *parts, ends=ends)
+        )
         segment.progress = tuple(progress)
         self.count += 1
 
@@ -298,17 +312,17 @@ class DrawLog:
         self._write(segment, Kind.COMMIT, count)
         segment.committed = count
 
-    def _write(self, segment: _Segment, kind: Kind, number: int, *body: Any) -> int:
+    def _write(self, segment: _Segment, kind: Kind, number: int, *body: Any, ends: bool = False) -> int:
         """Append a record to the newest segment; return its offset."""
         assert self._file is not None
         at = segment.length
-        frame = self._frame(kind, number, *body)
+        frame = self._frame(kind, number, *body, ends=ends)
         self._file.write(frame, at)
         segment.length = at + len(frame)
         return at
 
-    def _frame(self, kind: Kind, number: int, *body: Any) -> bytes:
-        rest = b"".join((_NAMED.pack(number, kind), *body))
+    def _frame(self, kind: Kind, number: int, *body: Any, ends: bool = False) -> bytes:
+        rest = b"".join((_NAMED.pack(number, kind, ends), *body))
         return _FRONT.pack(_FRONT.size + len(rest), google_crc32c.extend(self._salt, rest)) + rest
 
     def _require_segment(self) -> _Segment:
@@ -437,6 +451,36 @@ def find_consumers(disk: Disk, store: Path) -> Iterator[tuple[Path, About]]:
             yield root / name, about
 
 
+@dataclass(frozen=True, slots=True)
+class ConsumerInfo:
+    """What is known of a consumer.
+
+    Args:
+        name: Its name.
+        draws: Number of draws that were recorded.
+        committed: Number of draws that its last commit covers.
+        first: Number of the oldest draw that is still in its log.
+        log_bytes: Length of its log.
+        is_open: Whether a process draws for it.
+    """
+
+    name: str
+    draws: int
+    committed: int
+    first: int
+    log_bytes: int
+    is_open: bool
+
+
+def describe_consumers(disk: Disk, store: Path) -> list[ConsumerInfo]:
+    """Return what is known of each consumer of a store, by name."""
+    found = []
+    for folder, about in find_consumers(disk, store):
+        log, is_open = DrawLog(disk, folder, about.id, writes=False), is_locked(disk, folder / LOCK)
+        found.append(ConsumerInfo(folder.name, log.count, log.committed, log.first, log.size, is_open))
+    return found
+
+
 def _find_runs(ids: IntArray) -> IntArray | None:
     """Return ids as runs (first id, rows), if that is shorter. Shapes `(n,)` in, `(runs, 2)` out."""
     if ids.size < 2 or ids[1] - ids[0] != 1:
@@ -455,7 +499,7 @@ def _describe(selection: Selection) -> dict[str, Any]:
 
 
 def _parse_draw(number: int, data: bytes) -> Draw:
-    at = _HEADER.size
+    at, ends = _HEADER.size, _HEADER.unpack_from(data)[-1]
     low, last, *progress, rows, runs, asked, described = _DRAW.unpack_from(data, at)
     at += _DRAW.size
     columns = json.loads(data[at : at + described]) if described else {"info": (), "marks": ()}
@@ -471,7 +515,7 @@ def _parse_draw(number: int, data: bytes) -> Draw:
     info = {tuple(key): take(dtype, (rows, *shape)) for key, dtype, shape in columns["info"]}
     marks = [(tuple(key), take(np.bool_, shape), *flags) for key, shape, *flags in columns["marks"]]
     selection = Selection(ids, info, marks=tuple(Mark(*one) for one in marks), asked=asked)
-    return Draw(number, selection, low, last, tuple(progress))
+    return Draw(number, selection, low, last, tuple(progress), ends)
 
 
 def _expand(runs: IntArray) -> IntArray:

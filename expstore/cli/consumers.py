@@ -1,0 +1,36 @@
+"""The command `consumers`.
+
+Used by `expstore.cli.app`, which reports errors. It does not load torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import typer
+
+from expstore.cli.output import Json, print_json, print_table
+from expstore.cli.paths import Store
+from expstore.core.tables import size_text
+
+
+def consumers(store: Store, as_json: Json = False) -> int:
+    """List the consumers of a store: how far they have come, and what is committed."""
+    from expstore.disk.files import Disk
+    from expstore.storages.format.draw_log import describe_consumers
+    from expstore.storages.format.manifest import Manifest
+
+    disk = Disk()
+    Manifest.load(disk, store)  # raises if there is no store
+    found = describe_consumers(disk, store)
+    if as_json:
+        print_json({"consumers": [dataclasses.asdict(one) for one in found]})
+    elif found:
+        rows = [
+            (one.name, one.draws, one.committed, size_text(one.log_bytes), "yes" if one.is_open else "no")
+            for one in found
+        ]
+        print_table(["name", "draws", "committed", "log", "open"], rows)
+    else:
+        typer.echo(f"{store} has no consumers")
+    return 0
