@@ -59,9 +59,10 @@ _STREAM = 1 << 62
 _STEPS = 1 << 41
 
 Missing = Literal["raise", "skip"]
-#: Which draws a log keeps: those since the last commit, all, or the last n.
+#: Which draws a log keeps: those since the last commit; all; or the last n, and those since the last commit.
 Keep = Literal["uncommitted", "all"] | int
 Position = Mapping[str, Any]
+Place = Position | Literal["committed", "end"]
 
 
 class _Recording(Sampler):
@@ -253,7 +254,7 @@ class Consumer(StorePart):
             self._about = self._find_about(storage, seed)
             self._log = DrawLog(self._disk, self._folder, self._about.id)
             self._log.cut_after(storage.stored.last)
-            state = DrawState(self._log.count, self._log.progress)
+            state = DrawState(self._log.committed, self._log.progress)
             draws = Draws(self._about.seed, _STREAM)
             self._state = state
             self._sampler = _Recording(chosen, self._log, state, draws, missing=_check_missing(missing))
@@ -407,8 +408,12 @@ class Consumer(StorePart):
             self._log.sync()
             self._tidy()
 
-    def seek(self, position: Position) -> None:
-        """Go back to a position: the draws that were recorded after it come again.
+    def seek(self, position: Place) -> None:
+        """Go to a position: the draws that were recorded after it come again.
+
+        Args:
+            position: What `position` returned; "committed" for the last `commit`; "end" for the place after
+                the last recorded draw.
 
         Raises:
             ArgumentError: It is not a position of this consumer.
@@ -417,7 +422,7 @@ class Consumer(StorePart):
         """
         with self._using:
             self._check_usable()
-            number = self._number_of(position)
+            number = self._number_at(position)
             if not self._log.first <= number <= self._log.count:
                 raise StateError(
                     f"cannot go back to draw {number} of consumer {self.name!r}: its log has draws "
@@ -426,6 +431,13 @@ class Consumer(StorePart):
                 )
             self._sampler.rewind(self._store.storage)
             self._state.number = number
+
+    def _number_at(self, place: Place) -> int:
+        if isinstance(place, str):
+            if place not in ("committed", "end"):
+                raise ArgumentError(f"a position is a dict, 'committed' or 'end', not {place!r}")
+            return self._log.committed if place == "committed" else self._log.count
+        return self._number_of(place)
 
     def _number_of(self, position: Position) -> int:
         if not isinstance(position, Mapping) or not {"consumer", "id", "draw"} <= position.keys():
@@ -444,7 +456,7 @@ class Consumer(StorePart):
         if self._keep == "all":
             return
         last = self._log.committed if self._keep == "uncommitted" else self._log.count - self._keep
-        self._log.drop(min(last, self._state.number))
+        self._log.drop(min(last, self._log.committed))
 
     # -- life --------------------------------------------------------------------------------------
 

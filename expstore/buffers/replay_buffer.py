@@ -30,7 +30,7 @@ from expstore.buffers.arguments import (
 )
 from expstore.buffers.batch_builder import BatchBuilder
 from expstore.buffers.columns import Columns
-from expstore.buffers.consumer import Consumer, Consumers, Keep, Missing, Position
+from expstore.buffers.consumer import Consumer, Consumers, Keep, Missing, Place
 from expstore.buffers.domain_checks import row_text, specs_of
 from expstore.buffers.episodes import Episodes
 from expstore.buffers.indexing import StoredRows
@@ -369,7 +369,7 @@ class ReplayBuffer:
         sampler: Sampler | SamplerName | Callable[[], Sampler] | None = None,
         batch_size: int | None = None,
         seed: int | None = None,
-        at: Position | None = None,
+        at: Place = "committed",
         missing: Missing = "raise",
         keep: Keep = "uncommitted",
     ) -> Consumer:
@@ -384,11 +384,12 @@ class ReplayBuffer:
                 uniform by default. A `ConsumingSampler` counts in the store and cannot be used.
             batch_size: Rows per batch; None: the buffer's.
             seed: Seed of the draws of a new consumer; None: the store's.
-            at: A position to begin at, as by `seek`; None: after the last recorded draw.
+            at: Where to begin, as for `seek`. Draws that were recorded after the last commit come again,
+                unless it is "end".
             missing: What happens when a row of a recorded draw was deleted or overwritten: "raise" for a
                 `RowsChangedError`, "skip" to leave it out.
             keep: Which draws the log keeps: "uncommitted" for those after the last `commit`, "all", or the
-                last so many.
+                last so many and those after the last `commit`.
 
         Raises:
             ArgumentError: An argument is not allowed; the consumer has another seed; `at` is a position of
@@ -409,7 +410,7 @@ class ReplayBuffer:
             missing=missing, keep=keep, relabeling=self._sampling.relabeling,
         )  # fmt: skip
         self._consumers = [one for one in self._consumers if not one.closed] + [consumer]
-        if at is not None:
+        if at != "committed":
             try:
                 consumer.seek(at)
             except BaseException:

@@ -88,8 +88,9 @@ def check(at: Path, drawn: list[list[int]], *, over: bool, committed: int) -> in
         if not over and not rb.consumers.list():
             return 0
         with rb.consumer("learner", sampler="without_replacement") as c:
+            assert c.position["draw"] == c.committed
+            c.seek("end")
             count = c.position["draw"]
-            assert c.committed <= count
             if over:
                 assert count == len(drawn)
                 assert c.committed == committed

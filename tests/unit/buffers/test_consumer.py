@@ -248,6 +248,7 @@ def test_positions_of_others_are_refused(rb: Any) -> None:
     for position, message in (
         (other.position, "another consumer \\('other'"),
         ({"draw": 1}, "is not a position"),
+        ("begin", "not 'begin'|is not a position"),
         (1, "is not a position"),
         (c.position | {"draw": "x"}, "draw must be an integer"),
     ):
@@ -335,16 +336,19 @@ def test_draws_that_returned_survive_a_kill(mode: str, tmp_path: Path) -> None:
 
     def learn() -> None:
         rb = expstore.open(path, batch_size=4, mode=mode)
-        c = rb.consumer("learner", sampler="without_replacement")
+        c = rb.consumer("learner", sampler="without_replacement", at="end")
         for _ in range(3):
             c.sample()
 
     for life in range(3):
         in_child(learn)
         with expstore.open(path, batch_size=4, mode=mode) as rb, rb.consumer("learner") as c:
+            assert c.position["draw"] == 0
+            c.seek("end")
             assert c.position["draw"] == 3 * (life + 1)
             assert all(map(same, c.replay(0), expected))
-    with expstore.open(path, batch_size=4) as rb, rb.consumer("learner", sampler="without_replacement") as c:
+    with expstore.open(path, batch_size=4) as rb:
+        c = rb.consumer("learner", sampler="without_replacement", at="end")
         assert same(c.sample(), expected[9])
 
 
@@ -403,7 +407,7 @@ def test_one_that_is_dropped_lets_another_begin(rb: Any) -> None:
         reader.consumer("learner").sample()
         reader._consumers.clear()
         gc.collect()
-        assert rb.consumer("learner").position["draw"] == 1
+        assert rb.consumer("learner", at="end").position["draw"] == 1
 
 
 # -- failures and damage ---------------------------------------------------------------------------------
@@ -439,6 +443,7 @@ def test_a_torn_end_is_cut_and_damage_is_named(rb: Any, tmp_path: Path) -> None:
     (log,) = (path for path in folder.iterdir() if path.name.isdigit())
     log.write_bytes(log.read_bytes()[:-7])
     with rb.consumer("learner") as c:
+        c.seek("end")
         assert c.position["draw"] == 4
         assert same(c.sample(), before[4])
         assert all(map(same, c.replay(0), before))
