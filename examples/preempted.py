@@ -76,7 +76,7 @@ class Learner:
         return loss.item()
 
     def save(self) -> None:
-        """Replace the checkpoint, then say that nobody will go back to before it."""
+        """Replace the checkpoint, then let the consumer forget the draws before it."""
         state = {
             "step": self.step,
             "network": self.network.state_dict(),

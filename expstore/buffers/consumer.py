@@ -39,6 +39,7 @@ from expstore.errors import (
 )
 from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import ConsumingSampler
+from expstore.samplers.filter import Filter
 from expstore.samplers.random import RandomSampler
 from expstore.samplers.torchrl_adapter import adapt
 from expstore.storages.format.draw_log import (
@@ -88,13 +89,18 @@ class _Recording(Sampler):
         self._ends = False
         #: Whether what follows the choice of rows uses random numbers.
         self.is_followed = False
-        self.prioritized, self.windowed, self.filter = sampler.prioritized, sampler.windowed, sampler.filter
+        self.prioritized, self.windowed = sampler.prioritized, sampler.windowed
         sampler.keep_progress_in(state)
 
     @property
     def reads(self) -> frozenset[Key]:
         """The fields that the sampler reads."""
         return self._sampler.reads
+
+    @property
+    def filter(self) -> Filter | None:  # type: ignore[override]
+        """Evaluates `where` and `weight` of the sampler."""
+        return self._sampler.filter
 
     def attach(self, storage: ReadView) -> None:
         """Continue where the last recorded draw ended."""
@@ -270,7 +276,7 @@ class Consumer(StorePart):
         self.closed = False
 
     def _find_about(self, storage: ReadView, seed: int | None) -> About:
-        """Return the consumer's description; create the consumer if there is none."""
+        """Return the consumer's description; create a consumer that does not exist yet."""
         assert storage.manifest is not None, "consumers have a store on disk"
         about = About.load(self._disk, self._folder)
         if seed is not None:
@@ -380,7 +386,7 @@ class Consumer(StorePart):
         return self._log.committed
 
     def commit(self, position: Position | None = None) -> None:
-        """Record that a checkpoint with this position is safe: nobody will go back to before it.
+        """Record that a checkpoint with this position is safe, so that earlier draws are not needed again.
 
         The draws up to it are on the disk when this returns. With `keep="uncommitted"` those before it are
         removed from the log.

@@ -184,7 +184,7 @@ class DrawLog:
 
     @property
     def first(self) -> int:
-        """Number of the oldest draw that is still in the log; `count` if there is none."""
+        """Number of the oldest draw that is still in the log; `count` for an empty log."""
         return self._segments[0].first if self._segments else 0
 
     @property
@@ -326,7 +326,7 @@ class DrawLog:
         return _FRONT.pack(_FRONT.size + len(rest), google_crc32c.extend(self._salt, rest)) + rest
 
     def _require_segment(self) -> _Segment:
-        """Return the newest segment, open for appending; start one if there is none or it is full."""
+        """Return the newest segment, open for appending, or a new one after a full one."""
         if not self._segments or self._segments[-1].length >= SEGMENT_BYTES:
             return self._start_segment()
         newest = self._segments[-1]
