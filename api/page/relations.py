@@ -72,6 +72,14 @@ _OTHERS: tuple[tuple[str, str, _Columns], ...] = (
         ("last_id", "BIGINT", "the newest row"),
         ("time", "TIMESTAMP", "when this was (UTC)"),
     )),
+    ("draws", "What consumers have drawn: a row for each row of a batch.", (
+        ("consumer", "VARCHAR", "its name"),
+        ("draw", "BIGINT", "number of the draw, from 0"),
+        ("place", "BIGINT", "place in the batch, from 0"),
+        ("id", "BIGINT", "the row"),
+        ("weight", "DOUBLE", "`priority_weight`; NULL: the sampler has none"),
+        ("time", "TIMESTAMP", "when it was drawn (UTC)"),
+    )),
     ("meta", "The JSON values given as `meta=` to `expstore.open`.", (
         ("key", "VARCHAR", "the name"),
         ("value", "JSON", "the value"),

@@ -888,7 +888,7 @@ class ReplayBuffer:
     # -- the whole store -----------------------------------------------------------------------------
 
     def sql(self, query: str, params: Sequence[object] | Mapping[str, object] | None = None) -> Result:
-        """Run one read-only SELECT over transitions, episodes, fragments, sources, priorities, commits.
+        """Run one read-only SELECT over transitions, episodes and the other relations of docs/sql.md.
 
         A query sees all earlier writes of this process. Nested keys are written with dots, as in
         `next.reward`.

@@ -508,7 +508,7 @@ add_command(
     app,
     sql,
     heading=LOOK,
-    notes="The relations are transitions, episodes, fragments, sources, priorities, commits and meta; "
+    notes="The relations are transitions, episodes, fragments, sources, priorities, commits, draws and meta; "
     "DESCRIBE episodes lists the columns of one. transitions has the fields, nested ones as next.reward, "
     "and _id, _episode, _step, _time and _priority. episodes has episode_id, source, length, return, "
     "start_time, end_time, info and status: open, terminated, truncated, or cut (stopped before its end). "

@@ -58,7 +58,17 @@ CONFIG: dict[str, str | bool | int | float | list[str]] = {
 #: A function that reads rows from a relation into an Arrow table.
 Read = Callable[[duckdb.DuckDBPyRelation], Any]
 _LOG_SUFFIXES = (".wal", ".wal.checkpoint", ".wal.recovery")
-_RELATIONS = ("commits", "episodes", "fragments", "meta", "priorities", "recent", "sources", "transitions")
+_RELATIONS = (
+    "commits",
+    "draws",
+    "episodes",
+    "fragments",
+    "meta",
+    "priorities",
+    "recent",
+    "sources",
+    "transitions",
+)
 
 
 class Index:

@@ -18,6 +18,11 @@ from expstore.storages.columns.sample_counts import SAMPLED, Sampled
 from expstore.storages.read_view import ReadView
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pyarrow as pa
+
+    from expstore.disk.files import Disk
     from expstore.sql.views import Column, Relations
 
 #: Rows that are read at a time to assemble a column for a query.
@@ -32,9 +37,11 @@ def relations_of(storage: ReadView, window: Window, sql: str) -> Relations:
     """Return the columns of the rows in a window; no columns if a statement cannot read rows."""
     from expstore.sql.views import MAY_READ_ROWS, Column, Relations
 
-    schema = storage.schema
+    schema, draws = storage.schema, None
+    if storage.path is not None and storage.manifest is not None:
+        draws = partial(_read_draws, storage.disk, storage.path)
     if schema is None or not MAY_READ_ROWS.search(sql.lower()):
-        return Relations(window=window)
+        return Relations(window=window, draws=draws)
     fields = len(schema.fields)
     kinds: list[tuple[Key, str, tuple[int, ...]]] = [
         *((entry.key, entry.dtype, entry.shape) for entry in schema.fields),
@@ -72,7 +79,30 @@ def relations_of(storage: ReadView, window: Window, sql: str) -> Relations:
     names = [column.key[0] for column in found]
     found += [columns[place] for place in range(fields)]
     recent = window.newest(storage.description.window_rows).low
-    return Relations(found, window, storage.capacity, rows=names, recent=recent)
+    return Relations(found, window, storage.capacity, rows=names, recent=recent, draws=draws)
+
+
+def _read_draws(disk: Disk, path: Path) -> pa.Table:
+    """Return the relation `draws`: a row for each row that a consumer has drawn."""
+    import pyarrow as pa
+
+    from expstore.sql.views import DRAWS
+    from expstore.storages.format.draw_log import read_draws
+
+    batches = []
+    for name, draw in read_draws(disk, path):
+        ids, weights = draw.selection.ids, draw.selection.info.get(("priority_weight",))
+        weight = pa.nulls(ids.size, pa.float64()) if weights is None else pa.array(weights.astype(np.float64))
+        columns = [
+            pa.array([name]).take(pa.array(np.zeros(ids.size, np.int64))),
+            pa.array(np.full(ids.size, draw.number)),
+            pa.array(np.arange(ids.size)),
+            pa.array(ids),
+            weight,
+            pa.array(np.full(ids.size, draw.at)).cast(pa.timestamp("us")),
+        ]
+        batches.append(pa.record_batch(columns, schema=DRAWS))
+    return pa.Table.from_batches(batches, schema=DRAWS)
 
 
 def _make_reader(storage: ReadView, place: int, window: Window) -> Callable[[IntArray], Array]:

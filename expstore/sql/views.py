@@ -41,6 +41,17 @@ _OPTIONAL = {"_sampled"}
 
 # The Arrow table below the views. Fields cannot have this name: none begins with two underscores.
 _TABLE = "__columns"
+#: The relation of what consumers have drawn.
+DRAWS = pa.schema(
+    {
+        "consumer": pa.string(),
+        "draw": pa.int64(),
+        "place": pa.int64(),
+        "id": pa.int64(),
+        "weight": pa.float64(),
+        "time": pa.timestamp("us"),
+    }
+)
 _HALF = {"float16", "bfloat16"}
 #: Text of statements that may read rows, in lower case: it contains a relation's name, something that can
 #: spell a name in another way, or something that lists relations. Creating the views takes up to 2 ms. If
@@ -122,6 +133,7 @@ class Relations:
         recent: The newest id that is not in `recent`.
         rows: The row columns that `columns` begins with; needed if a field that follows has the name of a row
             column. None: every column with such a name is a row column.
+        draws: Reads the relation `draws`; None: it has no rows.
     """
 
     columns: Sequence[Column] = ()
@@ -130,6 +142,7 @@ class Relations:
     tops: Mapping[str, str] | None = None
     rows: Collection[str] | None = None
     recent: int = 0
+    draws: Callable[[], pa.Table] | None = None
 
     def attach(self, cursor: duckdb.DuckDBPyConnection, sql: str) -> list[ExpStoreError]:
         """Create the views that `sql` needs, on this cursor only; they last until it is closed.
@@ -143,6 +156,8 @@ class Relations:
         text = sql.lower()
         if self.window is not None and "fragments" in text:
             cursor.execute(_FRAGMENTS.format(low=int(self.window.low), high=int(self.window.last)))
+        if "draws" in text:
+            cursor.register("draws", DRAWS.empty_table() if self.draws is None else self.draws())
         refused: list[ExpStoreError] = []
         if MAY_READ_ROWS.search(text):
             visible = self._show(cursor, sql, refused)

@@ -38,7 +38,8 @@ def test_every_column_can_be_queried(tmp_path: Path, layout: str, read_only: boo
     with api_client(tmp_path, read_only=read_only, sql_seconds=30) as client:
         told = ask(client)
         assert list(told) == [
-            "transitions", "recent", "episodes", "fragments", "sources", "priorities", "commits", "meta"
+            "transitions", "recent", "episodes", "fragments", "sources", "priorities", "commits", "draws",
+            "meta",
         ]  # fmt: skip
         for name, relation in told.items():
             columns = [column["sql"] for column in relation["columns"]]

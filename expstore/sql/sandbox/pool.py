@@ -313,7 +313,7 @@ def _code_places() -> set[str]:
         for folder in folders
         if any(name.endswith((".dist-info", ".egg-info")) for name in disk.names(folder))
     }
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():  # at once: a collection may import modules
         if "." not in name and name != "__main__":
             file = getattr(module, "__file__", None)
             found.update(map(str, getattr(module, "__path__", [file] if file else [])))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
+import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -40,9 +41,9 @@ _HEADER = struct.Struct("<IIQB?6x")
 #: What the checksum covers of it.
 _NAMED = struct.Struct("<QB?6x")
 _FRONT = struct.Struct("<II")
-#: `low` and `last` of the window, progress, rows, runs (0: ids follow), rows asked for, length of the
+#: `low` and `last` of the window, progress, time, rows, runs (0: ids follow), rows asked for, length of the
 #: description of the columns.
-_DRAW = struct.Struct("<qq4qIIII")
+_DRAW = struct.Struct("<qq4qqIIII")
 
 
 class Kind(IntEnum):
@@ -66,6 +67,7 @@ class Draw(NamedTuple):
         last: The newest id that could be read.
         progress: The progress of the sampler after it.
         ends: Whether it completed a pass, or used up the rows, so that iteration ends.
+        at: When it was recorded, microseconds since 1970.
     """
 
     number: int
@@ -74,6 +76,7 @@ class Draw(NamedTuple):
     last: int
     progress: tuple[int, ...]
     ends: bool
+    at: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +298,9 @@ class DrawLog:
             parts += [np.ascontiguousarray(mark.flags) for mark in marks]
             described = json.dumps(_describe(selection)).encode()
         pieces = 0 if runs is None else len(runs)
-        head = _DRAW.pack(low, last, *progress, ids.size, pieces, selection.asked, len(described))
+        head = _DRAW.pack(
+            low, last, *progress, time.time_ns() // 1000, ids.size, pieces, selection.asked, len(described)
+        )
         segment.offsets.append(
             self._write(segment, Kind.DRAW, self.count, head, described, *parts, ends=ends)
         )
@@ -481,6 +486,14 @@ def describe_consumers(disk: Disk, store: Path) -> list[ConsumerInfo]:
     return found
 
 
+def read_draws(disk: Disk, store: Path) -> Iterator[tuple[str, Draw]]:
+    """Yield all draws in the logs of a store's consumers, each with the name of its consumer."""
+    for folder, about in find_consumers(disk, store):
+        log = DrawLog(disk, folder, about.id, writes=False)
+        for number in range(log.first, log.count):
+            yield folder.name, log.read(number)
+
+
 def _find_runs(ids: IntArray) -> IntArray | None:
     """Return ids as runs (first id, rows), if that is shorter. Shapes `(n,)` in, `(runs, 2)` out."""
     if ids.size < 2 or ids[1] - ids[0] != 1:
@@ -500,7 +513,7 @@ def _describe(selection: Selection) -> dict[str, Any]:
 
 def _parse_draw(number: int, data: bytes) -> Draw:
     at, ends = _HEADER.size, _HEADER.unpack_from(data)[-1]
-    low, last, *progress, rows, runs, asked, described = _DRAW.unpack_from(data, at)
+    low, last, *progress, time_us, rows, runs, asked, described = _DRAW.unpack_from(data, at)
     at += _DRAW.size
     columns = json.loads(data[at : at + described]) if described else {"info": (), "marks": ()}
     at += described
@@ -515,7 +528,7 @@ def _parse_draw(number: int, data: bytes) -> Draw:
     info = {tuple(key): take(dtype, (rows, *shape)) for key, dtype, shape in columns["info"]}
     marks = [(tuple(key), take(np.bool_, shape), *flags) for key, shape, *flags in columns["marks"]]
     selection = Selection(ids, info, marks=tuple(Mark(*one) for one in marks), asked=asked)
-    return Draw(number, selection, low, last, tuple(progress), ends)
+    return Draw(number, selection, low, last, tuple(progress), ends, time_us)
 
 
 def _expand(runs: IntArray) -> IntArray:

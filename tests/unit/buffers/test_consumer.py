@@ -7,6 +7,7 @@ import gc
 import json
 import pickle
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,32 @@ def test_replay_changes_nothing(rb: Any) -> None:
     with pytest.raises(NotFoundError, match="draw 5 "):
         list(c.replay(4, 5))
     assert c.position == position
+
+
+def test_sql_says_which_draws_saw_a_row(rb: Any) -> None:
+    assert rb.sql("SELECT * FROM draws").fetchall() == []
+    c = rb.consumer("learner", keep="all")
+    batches = draw(c, 3)
+    weighed = rb.consumer("weighed", sampler="prioritized")
+    batch = weighed.sample()
+    found = rb.sql(
+        "SELECT draw, place, id FROM draws WHERE consumer = 'learner' ORDER BY draw, place"
+    ).fetchall()
+    ids = [[int(number) for number in one["id"]] for one in batches]
+    assert found == [(number, place, id) for number, row in enumerate(ids) for place, id in enumerate(row)]
+    found = rb.sql(
+        "SELECT id, weight, epoch(now()) - epoch(time) < 3600 FROM draws WHERE weight IS NOT NULL"
+    ).fetchall()
+    weights = batch["priority_weight"].reshape(-1).tolist()
+    assert found == [(int(id), weight, True) for id, weight in zip(batch["id"], weights, strict=True)]
+    (seen,) = rb.sql(
+        "SELECT list(DISTINCT draw ORDER BY draw) FROM draws JOIN transitions ON id = _id "
+        "WHERE consumer = 'learner' AND _step < 50"
+    ).fetchone()
+    assert seen == [number for number, row in enumerate(ids) if min(row) <= 50]
+    with expstore.TensorDictReplayBuffer(batch_size=2) as ram:
+        ram.extend(rows(4))
+        assert ram.sql("SELECT count(*) FROM draws").fetchone() == (0,)
 
 
 # -- positions and commits -------------------------------------------------------------------------------
@@ -533,7 +560,8 @@ def test_what_is_recorded_is_read(log: DrawLog, reopened: bool, tmp_path: Path) 
     for number in reversed(range(30)):
         found, expected = log.read(number), SELECTIONS[number % len(SELECTIONS)]
         assert found[0] == number
-        assert found[2:] == (number, 100 + number, (number, 1, 2, 3), number % 4 == 0)
+        assert found[2:] == (number, 100 + number, (number, 1, 2, 3), number % 4 == 0, found.at)
+        assert abs(found.at / 1e6 - time.time()) < 600
         selection = found.selection
         np.testing.assert_array_equal(selection.ids, expected.ids)
         assert selection.ids.dtype == np.int64
