@@ -11,7 +11,7 @@ import re
 import secrets
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -41,7 +41,7 @@ from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import ConsumingSampler
 from expstore.samplers.filter import Filter
 from expstore.samplers.random import RandomSampler
-from expstore.samplers.torchrl_adapter import adapt
+from expstore.samplers.torchrl_adapter import adapt, unwrap
 from expstore.storages.format.draw_log import (
     ABOUT,
     CONSUMERS,
@@ -232,6 +232,7 @@ class Consumer(StorePart):
         store: StoreHandle,
         batches: BatchBuilder,
         sampler: Any,
+        others: Collection[Sampler],
         *,
         batch_size: int,
         as_numpy: bool,
@@ -244,8 +245,10 @@ class Consumer(StorePart):
         self._batch_size, self._as_numpy = batch_size, as_numpy
         self._keep = _check_keep(keep)
         chosen = RandomSampler() if sampler is None else adapt(resolve_part(sampler, "sample"))
-        _check_sampler(chosen)
+        _check_sampler(chosen, others)
         self.name = name
+        #: Chooses the rows of new draws.
+        self.sampler = unwrap(chosen)
         self._store, self._batches = store, batches
         self._using = threading.Lock()
         self._process = os.getpid()
@@ -603,7 +606,12 @@ def _folder_of(store: StoreHandle, name: str) -> Path:
     return storage.path / CONSUMERS / name
 
 
-def _check_sampler(sampler: Sampler) -> None:
+def _check_sampler(sampler: Sampler, others: Collection[Sampler]) -> None:
+    if any(sampler is other for other in others):
+        raise ArgumentError(
+            f"{sampler!r} already draws for the buffer or another consumer, and keeps its place there",
+            hint="give each a sampler of its own, such as copy.copy(sampler)",
+        )
     if isinstance(sampler, ConsumingSampler):
         raise ArgumentError(
             f"{sampler!r} counts in the store, not for a consumer; use SamplerWithoutReplacement"

@@ -392,8 +392,8 @@ class ReplayBuffer:
                 last so many and those after the last `commit`.
 
         Raises:
-            ArgumentError: An argument is not allowed; the consumer has another seed; `at` is a position of
-                another one.
+            ArgumentError: An argument is not allowed; the sampler draws for something else; the consumer has
+                another seed; `at` is a position of another one.
             LockedError: Another process, or another object of this one, draws for the consumer.
             StateError: The store is in RAM, a version, or closed; the buffer has a sample unit or a rate
                 limiter; the draws after `at` are not kept.
@@ -405,11 +405,13 @@ class ReplayBuffer:
                 hint="open the store without them; SliceSampler draws steps around a row",
             )
         size = self._size(batch_size)
+        self._consumers = [one for one in self._consumers if not one.closed]
+        others = [self._sampling.sampler, *(one.sampler for one in self._consumers)]
         consumer = Consumer(
-            name, self._store, self._batches, sampler, batch_size=size, as_numpy=self._as_numpy, seed=seed,
-            missing=missing, keep=keep, relabeling=self._sampling.relabeling,
+            name, self._store, self._batches, sampler, others, batch_size=size, as_numpy=self._as_numpy,
+            seed=seed, missing=missing, keep=keep, relabeling=self._sampling.relabeling,
         )  # fmt: skip
-        self._consumers = [one for one in self._consumers if not one.closed] + [consumer]
+        self._consumers.append(consumer)
         if at != "committed":
             try:
                 consumer.seek(at)

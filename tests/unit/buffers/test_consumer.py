@@ -301,6 +301,8 @@ def test_a_dropped_consumer_begins_again(rb: Any) -> None:
         rb.consumer("learner")
     with pytest.raises(LockedError):
         rb.consumers.drop("learner")
+    with pytest.raises(ArgumentError, match="already draws"):
+        rb.consumer("other", sampler=c.sampler)
     c.close()
     rb.consumers.drop("learner")
     assert rb.consumers.list() == []
@@ -499,6 +501,7 @@ def test_arguments(rb: Any, tmp_path: Path) -> None:
         ("a", {"keep": -1}, "keep must be"),
         ("a", {"seed": "x"}, "seed must be"),
         ("a", {"sampler": "consuming"}, "counts in the store"),
+        ("a", {"sampler": rb.sampler}, "already draws for the buffer"),
         ("a", {"batch_size": 0}, "batch_size must be"),
         ("seeded", {"seed": 4}, "draws with seed 3, not 4"),
     ):
