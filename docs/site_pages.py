@@ -71,6 +71,7 @@ SETTINGS = {
 PARTS = {
     "rb.episodes": "expstore.buffers.episodes.Episodes",
     "rb.columns": "expstore.buffers.columns.Columns",
+    "rb.consumers": "expstore.buffers.consumer.Consumers",
     "rb.snapshots": "expstore.buffers.snapshots.Snapshots",
     "rb.retention": "expstore.buffers.retention.Retention",
     "rb.record(...)": "expstore.buffers.recorder.Recorder",

@@ -1,3 +1,4 @@
+from expstore.buffers.consumer import Consumer as Consumer
 from expstore.buffers.ensemble import ReplayBufferEnsemble as ReplayBufferEnsemble
 from expstore.buffers.hindsight import HERReplayBuffer as HERReplayBuffer
 from expstore.buffers.hindsight import HindsightStrategy as HindsightStrategy
