@@ -71,7 +71,7 @@ lint: .venv  ## check format, style, imports, types, spelling, the shape of the 
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
-	$(BIN)/mypy --strict expstore api
+	$(BIN)/mypy --strict expstore api tests/fixtures/typed_program.py
 	$(BIN)/codespell
 	$(BIN)/python -m tests.support.shape --check
 	$(BIN)/python -m tests.support.page_scripts
