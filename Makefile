@@ -53,12 +53,13 @@ test: .venv .venv/.loops  ## run the tests, without those that take seconds each
 test-slow: .venv .venv/.loops  ## run the tests that `make test` leaves out: browsers, kills of whole programs
 	$(PYTEST) -m "slow and not torture"
 
-coverage: .venv .venv/.loops  ## run the tests and say which lines none of them runs (most of an hour)
+coverage: .venv .venv/.loops  ## say which lines no test runs, and how many changes of lines they notice (over an hour)
 	rm -rf build/coverage
 	mkdir -p build/coverage
 	$(BIN)/coverage run -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not torture" -o timeout=900
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --fail-under=95
+	$(BIN)/python -m tests.support.mutation_sample --each 2 --least 0.6 --modules expstore api --data $(COVERAGE_FILE)
 
 torture: .venv .venv/.loops  ## kill it ten thousand times (three hours on two cores; goes on where it was stopped)
 	$(BIN)/python -m tests.support.torture
@@ -70,7 +71,7 @@ lint: .venv  ## check format, style, imports, types, spelling, the shape of the 
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
-	$(BIN)/mypy --strict expstore api
+	$(BIN)/mypy --strict expstore api tests/fixtures/typed_program.py
 	$(BIN)/codespell
 	$(BIN)/python -m tests.support.shape --check
 	$(BIN)/python -m tests.support.page_scripts

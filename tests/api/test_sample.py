@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,21 @@ def client(tmp_path: Path) -> Iterator[httpx.Client]:
         yield client
 
 
-@pytest.fixture
-def connected(tmp_path: Path) -> Iterator[httpx.Client]:
-    """A client over a connection, which reads a stream while it is sent."""
-    with Serving(Settings(path=tmp_path)) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+@contextmanager
+def serve(path: Path, **settings: Any) -> Iterator[httpx.Client]:
+    """Serve a store of 100 rows; yield a client over a connection, which reads a stream while it is sent."""
+    with (
+        Serving(Settings(path=path, **settings)) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
         client.put(RUN, json={}).raise_for_status()
         post_rows(client, 100).raise_for_status()
+        yield client
+
+
+@pytest.fixture
+def connected(tmp_path: Path) -> Iterator[httpx.Client]:
+    with serve(tmp_path) as client:
         yield client
 
 
@@ -187,18 +197,18 @@ def test_a_stream_may_be_left(connected: httpx.Client) -> None:
     post_rows(connected, 10, 100).raise_for_status()  # the server still answers
 
 
-@pytest.mark.slow
-def test_a_stream_sends_all_batches_that_it_has_drawn(connected: httpx.Client) -> None:
+def test_a_stream_sends_all_batches_that_it_has_drawn(tmp_path: Path) -> None:
     """Although the next one cannot be drawn: drawn rows are counted, and clients may wait for them."""
-    connected.put(f"{RUN}/samplers/once", json={"sampler": {"kind": "consuming"}}).raise_for_status()
-    asked = {"sampler": "once", "batch_size": 10, "batches": 20}
-    found: list[int] = []
-    with connected.stream("POST", f"{RUN}/sample/stream", json=asked) as answer:
-        lines = answer.iter_lines()
-        for _ in range(10):
-            found += json.loads(next(lines))["rows"]["id"]
-        with pytest.raises(httpx.RemoteProtocolError):  # there are no rows for ten of the batches
-            next(lines)
+    with serve(tmp_path, wait_seconds=0.2) as client:
+        client.put(f"{RUN}/samplers/once", json={"sampler": {"kind": "consuming"}}).raise_for_status()
+        asked = {"sampler": "once", "batch_size": 10, "batches": 20}
+        found: list[int] = []
+        with client.stream("POST", f"{RUN}/sample/stream", json=asked) as answer:
+            lines = answer.iter_lines()
+            for _ in range(10):
+                found += json.loads(next(lines))["rows"]["id"]
+            with pytest.raises(httpx.RemoteProtocolError):  # there are no rows for ten of the batches
+                next(lines)
     assert sorted(found) == [*range(1, 101)]
 
 

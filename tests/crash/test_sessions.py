@@ -49,7 +49,7 @@ def stage(path: Path, mode: Any) -> tuple[Any, ...]:
 @pytest.mark.index
 @pytest.mark.usefixtures("no_syncs")
 @pytest.mark.parametrize("durability", ["process", "sync"])
-@pytest.mark.parametrize("cuts", [24, pytest.param(600, marks=pytest.mark.torture)])
+@pytest.mark.parametrize("cuts", [12, pytest.param(600, marks=pytest.mark.torture)])
 @pytest.mark.timeout(1200)
 def test_the_power_goes_while_episodes_end(
     tmp_path: Path,

@@ -3,6 +3,7 @@
     python -m tests.support.mutation_sample --count 40 --seed 1
     python -m tests.support.mutation_sample --each 6 --modules expstore api --tests tests --record FILE
     python -m tests.support.mutation_sample --again tests/golden/mutants.json --tests tests
+    python -m tests.support.mutation_sample --each 2 --modules expstore api --data build/coverage/lines
 
 A copy of the checkout is changed, never the checkout itself. The tests run once under coverage, which says
 which tests run which line; of the lines that some test runs, `--count` are changed, one at a time, and those
@@ -13,6 +14,9 @@ tried.
 `--record` writes the changes of `--each` package and what the tests said of them. `--again` makes the
 changes of such a file once more, wherever their functions are now: tests that were removed since must not
 have been the only ones to notice a change.
+
+At the end it prints the kill rate of each package and of all: the share of the changes that the tests notice.
+`--data` takes the lines of each test from the data of an earlier run under coverage, as `make coverage` does.
 """
 
 from __future__ import annotations
@@ -230,9 +234,14 @@ class Checkout:
         }
         if failed:
             print(f"left out, as they fail without any change: {', '.join(sorted(failed))}", flush=True)
-        return self._read(data, failed)
+        return self._read(data, failed, self.folder.resolve())
 
-    def _read(self, data: Path, failed: set[str]) -> dict[tuple[str, int], list[str]]:
+    def read_data(self, data: Path) -> dict[tuple[str, int], list[str]]:
+        """Return the tests that run each line, from the data of an earlier run in the checkout itself."""
+        self.run("-m", "tests.support.compile_loops")
+        return self._read(data, set(), ROOT)
+
+    def _read(self, data: Path, failed: set[str], root: Path) -> dict[tuple[str, int], list[str]]:
         from coverage.numbits import numbits_to_nums
 
         tests: defaultdict[tuple[str, int], set[str]] = defaultdict(set)
@@ -248,7 +257,11 @@ class Checkout:
                     numbers = numbits_to_nums(bits)
                     lines[test] += len(numbers)
                     for line in numbers:
-                        tests[os.path.relpath(path, self.folder.resolve()), line].add(test)
+                        tests[os.path.relpath(path, root), line].add(test)
+        if not tests:
+            raise SystemExit(
+                f"{data} does not say which test runs a line: set dynamic_context, and run again"
+            )
         return {place: sorted(names, key=lambda name: (lines[name], name)) for place, names in tests.items()}
 
     def _name(self, context: str) -> str | None:
@@ -313,7 +326,8 @@ def find_again(records: list[dict[str, object]], possible: Iterable[Mutation]) -
 def main() -> int:
     """Run what the command line says.
 
-    Return 1 if a change was accepted; with `--again`, if it was noticed before.
+    Return 1 if a change was accepted; with `--again`, if it was noticed before; with `--least`, if the kill
+    rate is lower.
     """
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--count", type=int, default=40, help="how many changes")
@@ -323,6 +337,8 @@ def main() -> int:
     parser.add_argument("--tests", nargs="+", default=TESTS, help="tests that run")
     parser.add_argument("--marks", default="not torture", help="marks of the tests that run, as pytest's -m")
     parser.add_argument("--record", type=Path, help="file to write the changes and verdicts to")
+    parser.add_argument("--data", type=Path, help="data of a run under coverage, instead of a run of --tests")
+    parser.add_argument("--least", type=float, help="fail only if the kill rate is below this")
     parser.add_argument("--again", type=Path, help="make the changes of such a file")
     given = parser.parse_args()
     chance = random.Random(given.seed)
@@ -340,10 +356,13 @@ def main() -> int:
             for mutation in find_mutations(str(file.relative_to(checkout.folder)), file.read_text())
         ]
         started = time.monotonic()
-        tests = checkout.find_tests(list(given.tests), given.marks)
+        if given.data:
+            tests = checkout.read_data(given.data)
+        else:
+            tests = checkout.find_tests(list(given.tests), given.marks)
         tested = [mutation for mutation in possible if (mutation.path, mutation.line) in tests]
         print(f"{len(possible)} possible changes, {len(tested)} in lines that a test runs;", end=" ")
-        print(f"tests ran in {time.monotonic() - started:.0f} s", flush=True)
+        print(f"tests {'found' if given.data else 'ran'} in {time.monotonic() - started:.0f} s", flush=True)
         tried = find_again(records, possible) if records else choose(tested, chance, given.count, given.each)
         judged: list[tuple[Mutation, Verdict]] = []
         for number, mutation in enumerate(tried, 1):
@@ -354,7 +373,7 @@ def main() -> int:
             print(f"[{number}] {verdict}: {place}: {mutation.what} ({len(names)} tests)", flush=True)
             if given.record:
                 write_record(given.record, judged)
-    return report(judged, records)
+    return report(judged, records, given.least)
 
 
 def write_record(path: Path, judged: list[tuple[Mutation, Verdict]]) -> None:
@@ -368,8 +387,22 @@ def write_record(path: Path, judged: list[tuple[Mutation, Verdict]]) -> None:
     path.write_text("[\n" + ",\n".join(lines) + "\n]\n")
 
 
-def report(judged: list[tuple[Mutation, Verdict]], records: list[dict[str, object]]) -> int:
-    """Print how many changes of each package were accepted; return the exit code."""
+def describe_rate(verdicts: Counter[Verdict]) -> str:
+    """Return the kill rate, as in "kill rate: 0.82 (152 of 186)"; a change that is slow counts as killed."""
+    count, killed = verdicts.total(), verdicts[Verdict.NOTICED] + verdicts[Verdict.SLOW]
+    return f"kill rate: {killed / max(count, 1):.2f} ({killed} of {count})"
+
+
+def report(
+    judged: list[tuple[Mutation, Verdict]], records: list[dict[str, object]], least: float | None = None
+) -> int:
+    """Print the kill rate of each package and of all; return the exit code.
+
+    Args:
+        judged: The changes, and what the tests say of them.
+        records: Changes with earlier verdicts: fail if one was noticed and is accepted now.
+        least: Fail only if the kill rate of all is lower; None: fail if a change was accepted.
+    """
     former = {(r["function"], r["what"], r["nth"]): r["verdict"] for r in records}
     lost = [
         mutation
@@ -380,11 +413,14 @@ def report(judged: list[tuple[Mutation, Verdict]], records: list[dict[str, objec
     for mutation, verdict in judged:
         counts[mutation.package][verdict] += 1
     for package, verdicts in sorted(counts.items()):
-        print(f"{package}: {', '.join(f'{count} {verdict}' for verdict, count in sorted(verdicts.items()))}")
-    accepted = sum(verdict == Verdict.ACCEPTED for _, verdict in judged)
-    print(f"{accepted} of {len(judged)} changes were accepted")
+        print(f"{package}: {describe_rate(verdicts)}")
+    total = sum(counts.values(), Counter[Verdict]())
+    accepted = total[Verdict.ACCEPTED]
+    print(describe_rate(total))
     for mutation in lost:
         print(f"noticed before, accepted now: {mutation.path}:{mutation.line}: {mutation.what}")
+    if least is not None:
+        return total.total() - accepted < least * total.total()
     return bool(lost if records else accepted)
 
 

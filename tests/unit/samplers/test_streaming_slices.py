@@ -110,19 +110,20 @@ def test_during_writes_every_slice_is_whole_and_drawn_at_most_once() -> None:
         for start in range(40, 6000, 10):
             rb.extend(values(10, start))
 
-    writer = threading.Thread(target=write)
-    writer.start()
-    last = -1
-    over = False
-    while not over:
-        alive = writer.is_alive()
+    def draw() -> list[int]:
         found = slices(rb.sample(), 4)
         assert all(one == list(range(one[0], one[0] + 4)) for one in found)
-        fresh = [one[0] for one in found if one[0] > last and one[0] % 4 == 0]
-        last = max([last, *fresh])
-        over = not alive and not fresh
+        return [one[0] for one in found]
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    while writer.is_alive():
+        draw()  # if the writer has overwritten new slices meanwhile, others replace them
     writer.join()
-    assert last == 5996
+    rb.extend(values(12, 6000))
+    rest = [start for _ in range(400 // 8) for start in draw()]
+    new = rest[: rest.index(6008) + 1]
+    assert new == list(range(new[0], 6012, 4))
 
 
 def keyed(capacity: int = 100, **options: Any) -> Any:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+import contextlib
+import sqlite3
+from pathlib import Path
 
-from tests.support.mutation_sample import Verdict, find_again, find_mutations, mutate, report
+import pytest
+from coverage.numbits import nums_to_numbits
+
+from tests.support.mutation_sample import Checkout, Verdict, find_again, find_mutations, mutate, report
+from tests.support.paths import ROOT
 
 SOURCE = '''
 LIMIT = 3
@@ -71,3 +77,39 @@ def test_only_a_change_that_was_noticed_before_is_a_loss(capsys: pytest.CaptureF
     assert report([(one, Verdict.NOTICED), (two, Verdict.ACCEPTED)], records) == 0
     assert report([(one, Verdict.ACCEPTED), (two, Verdict.ACCEPTED)], records) == 1
     assert "noticed before, accepted now" in capsys.readouterr().out
+
+
+def test_kill_rates_are_printed_by_package_and_for_all(capsys: pytest.CaptureFixture[str]) -> None:
+    verdicts = {"sql": ["noticed", "slow", "accepted", "noticed"], "wire": ["accepted", "noticed"]}
+    judged = [
+        (find, Verdict(verdict))
+        for package, all_of_it in verdicts.items()
+        for find, verdict in zip(find_mutations(f"expstore/{package}/a.py", SOURCE), all_of_it, strict=False)
+    ]
+    assert [report(judged, [], least) for least in (None, 0.6, 0.7)] == [1, 0, 1]
+    lines = capsys.readouterr().out.splitlines()[:3]
+    assert lines == [
+        "expstore/sql: kill rate: 0.75 (3 of 4)",
+        "expstore/wire: kill rate: 0.50 (1 of 2)",
+        "kill rate: 0.67 (4 of 6)",
+    ]
+
+
+def test_tests_are_read_from_the_data_of_an_earlier_run(tmp_path: Path) -> None:
+    checkout = Checkout.__new__(Checkout)
+    checkout.folder = tmp_path
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/test_a.py").touch()
+    with contextlib.closing(sqlite3.connect(tmp_path / "lines")) as data:
+        data.executescript(
+            "CREATE TABLE file (id, path); CREATE TABLE context (id, context);"
+            "CREATE TABLE line_bits (file_id, context_id, numbits);"
+            "INSERT INTO context VALUES (1, ''), (2, 'tests.test_a.Some.test_b'), (3, 'tests.test_a.test_c')"
+        )
+        data.execute("INSERT INTO file VALUES (1, ?)", [str(ROOT / "api" / "app.py")])
+        for context, lines in ((1, [1, 2]), (2, [2, 3]), (3, [3])):
+            data.execute("INSERT INTO line_bits VALUES (1, ?, ?)", [context, nums_to_numbits(lines)])
+        data.commit()
+    tests = checkout._read(tmp_path / "lines", set(), ROOT)
+    one, other = "tests/test_a.py::Some::test_b", "tests/test_a.py::test_c"
+    assert tests == {("api/app.py", 2): [one], ("api/app.py", 3): [other, one]}

@@ -264,7 +264,7 @@ def killed_at(path: Path, at: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.torture)])
+@pytest.mark.parametrize("stride", [23, pytest.param(1, marks=pytest.mark.torture)])
 @pytest.mark.parametrize(("layout", "capacity"), KINDS)
 def test_killed_while_files_are_copied(
     tmp_path: Path, layout: str, capacity: int | None, stride: int, count_cases: Callable[..., None]
@@ -279,4 +279,4 @@ def test_killed_while_files_are_copied(
         assert read_files(path) == before, at
         shutil.rmtree(copy)
         at += stride
-    assert at > 60 // stride
+    assert at > 60
