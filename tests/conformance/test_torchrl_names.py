@@ -38,6 +38,8 @@ STATUSES = ("same", "better", "not offered")
 BEYOND = {
     "close": "a store on disk has an end: what is pending is written, the lock is given back",
     "columns": "fields are added, dropped and summed up",
+    "consumer": "a reader with a name, whose draws are written down",
+    "consumers": "which of these there are",
     "count_candidates": "how many rows or slices a batch would be drawn from",
     "episodes": "episodes are counted, and their rows looked up, without reading rows",
     "flush": "the moment from which on rows survive a power cut",

@@ -18,6 +18,7 @@ BASES = {
     "QueryError": (errors.ExpStoreError, ValueError, "query"),
     "NotFoundError": (errors.ExpStoreError, KeyError, "not_found"),
     "NoRowError": (errors.NotFoundError, IndexError, "no_row"),
+    "RowsChangedError": (errors.NotFoundError, KeyError, "rows_changed"),
     "NotReadyError": (errors.ExpStoreError, RuntimeError, "not_ready"),
     "StateError": (errors.ExpStoreError, RuntimeError, "state"),
     "LockedError": (errors.StateError, RuntimeError, "locked"),
