@@ -182,15 +182,16 @@ class _Recording(Sampler):
         if self.is_recorded:
             return
         state, window, former = self._state, self._window, self._state.progress
-        self._sampler.hand_out(storage, selection)
-        self._ends = self._sampler.ran_out
         try:
+            self._sampler.hand_out(storage, selection)
+            self._ends = self._sampler.ran_out
             self._log.append(
                 selection, low=window.low, last=window.last, progress=state.progress, ends=self._ends
             )
         except BaseException:
-            state.note_progress(former)
-            self._sampler.attach(storage)
+            if self._log.count == self.number:  # not if Ctrl-C came after it was recorded
+                state.note_progress(former)
+                self._sampler.attach(storage)
             raise
 
     def rewind(self, storage: ReadView) -> None:

@@ -258,8 +258,8 @@ class DrawLog:
                     segment.progress, segment.committed = tuple(base["progress"]), int(base["committed"])
             elif kind == Kind.COMMIT:
                 segment.committed = number
-            elif kind == Kind.DRAW and number == segment.first + len(segment.offsets):
-                segment.offsets.append(at)
+            elif kind == Kind.DRAW and 0 <= (place := number - segment.first) <= len(segment.offsets):
+                segment.offsets[place:] = [at]  # it replaces one whose append was interrupted
                 segment.progress = _DRAW.unpack_from(data, at + _HEADER.size)[2:6]
             else:
                 break
@@ -301,11 +301,12 @@ class DrawLog:
         head = _DRAW.pack(
             low, last, *progress, time.time_ns() // 1000, ids.size, pieces, selection.asked, len(described)
         )
-        segment.offsets.append(
-            self._write(segment, Kind.DRAW, self.count, head, described, *parts, ends=ends)
-        )
+        # Ctrl-C may end this anywhere. Until the draw counts, the next one has its number and replaces it.
+        number = self.count
+        at = self._write(segment, Kind.DRAW, number, head, described, *parts, ends=ends)
+        segment.offsets[number - segment.first :] = [at]
         segment.progress = tuple(progress)
-        self.count += 1
+        self.count = number + 1
 
     def commit(self, count: int) -> None:
         """Record that a safe checkpoint of the learner covers the first `count` draws.
@@ -356,10 +357,10 @@ class DrawLog:
             file.close()
             raise
         segment.length = len(frame)
-        if self._file is not None:
-            self._file.close()
-        self._file, self._fresh = file, True
+        former, self._file, self._fresh = self._file, file, True
         self._segments.append(segment)
+        if former is not None:
+            former.close()
         return segment
 
     def sync(self) -> None:

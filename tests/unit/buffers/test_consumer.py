@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import linecache
 import pickle
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -462,6 +465,64 @@ def test_a_draw_that_cannot_be_recorded_comes_again(rb: Any, monkeypatch: pytest
     assert all(map(same, draw(c, 3), expected[1:]))
     c.close()
     assert all(map(same, rb.consumer("learner").replay(0), expected))
+
+
+class Interrupt:
+    """Raise KeyboardInterrupt at the n-th line that runs in the modules of consumers."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.lines, self.raised = at, 0, False
+
+    def __enter__(self) -> Self:
+        self._former = sys.gettrace()  # of a measurement of coverage
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._former)
+
+    def _trace(self, frame: FrameType, event: str, arg: object) -> Any:
+        if not frame.f_code.co_filename.endswith(("consumer.py", "draw_log.py")):
+            return None
+        if event != "line" or "with self._using" in linecache.getline(
+            frame.f_code.co_filename, frame.f_lineno
+        ):
+            return self._trace  # Python releases a lock that it leaves before it looks for signals
+        self.lines += 1
+        if self.lines == self.at:
+            self.raised = True
+            raise KeyboardInterrupt
+        return self._trace
+
+
+def test_an_interrupt_at_any_line_loses_no_draw_and_repeats_none(
+    rb: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draw_log, "SEGMENT_BYTES", 300)
+    expected = draw(rb.consumer("other", sampler="without_replacement"), 20)
+    at, interrupted = 1, 0
+    while True:
+        c = rb.consumer("learner", sampler="without_replacement", keep="all")
+        draw(c, at % 3)  # so that also starts of files are interrupted
+        with Interrupt(at) as interrupt:
+            try:
+                c.sample()
+            except KeyboardInterrupt:
+                interrupted += 1
+        found = c.position["draw"]
+        assert found - at % 3 in (0, 1), at  # 1 if only `return` was left
+        assert all(map(same, draw(c, 6), expected[found:])), at
+        assert all(map(same, c.replay(0), expected)), at
+        c.close()
+        with rb.consumer("learner", at="end", keep="all") as c:
+            assert c.position["draw"] == found + 6, at
+            assert all(map(same, c.replay(0), expected)), at
+        rb.consumers.drop("learner")
+        if not interrupt.raised:
+            break
+        at += 1
+    assert found == at % 3 + 1
+    assert interrupted > 40
 
 
 def test_a_torn_end_is_cut_and_damage_is_named(rb: Any, tmp_path: Path) -> None:
