@@ -90,7 +90,6 @@ class _Recording(Sampler):
         #: Whether what follows the choice of rows uses random numbers.
         self.is_followed = False
         self.prioritized, self.windowed = sampler.prioritized, sampler.windowed
-        sampler.keep_progress_in(state)
 
     @property
     def reads(self) -> frozenset[Key]:
@@ -101,6 +100,10 @@ class _Recording(Sampler):
     def filter(self) -> Filter | None:  # type: ignore[override]
         """Evaluates `where` and `weight` of the sampler."""
         return self._sampler.filter
+
+    def keep_progress_in(self, draws: DrawState) -> None:
+        """Let the sampler store its progress there."""
+        self._sampler.keep_progress_in(draws)
 
     def attach(self, storage: ReadView) -> None:
         """Continue where the last recorded draw ended."""
@@ -238,13 +241,16 @@ class Consumer(StorePart):
         batch_size: int,
         as_numpy: bool,
         seed: int | None,
+        at: Place,
         missing: Missing,
         keep: Keep,
         relabeling: Relabeling | None = None,
     ) -> None:
         self._folder = _folder_of(store, name)
         self._batch_size, self._as_numpy = batch_size, as_numpy
-        self._keep = _check_keep(keep)
+        self._keep, missing = _check_keep(keep), _check_missing(missing)
+        seed = None if seed is None else check_whole("seed", seed, hint="use a number such as 7")
+        _check_place(at)
         chosen = RandomSampler() if sampler is None else adapt(resolve_part(sampler, "sample"))
         _check_sampler(chosen, others)
         self.name = name
@@ -255,6 +261,8 @@ class Consumer(StorePart):
         self._process = os.getpid()
         storage = store.check_open()
         self._disk = storage.disk if storage.can_write else Disk()
+        if isinstance(at, Mapping) and About.load(self._disk, self._folder) is None:
+            raise ArgumentError(f"there is no consumer {name!r} yet, so it has no position {dict(at)}")
         self._disk.make_dir(self._folder)
         try:
             self._lock = WriterLock(self._disk, self._folder / LOCK)
@@ -267,11 +275,12 @@ class Consumer(StorePart):
             state = DrawState(self._log.committed, self._log.progress)
             draws = Draws(self._about.seed, _STREAM)
             self._state = state
-            self._sampler = _Recording(chosen, self._log, state, draws, missing=_check_missing(missing))
+            self._sampler = _Recording(chosen, self._log, state, draws, missing=missing)
             self._sampling = Sampling(store, batches, batches.style, self._sampler, draws=draws, state=state)
             if relabeling is not None:
                 self._sampling.relabel_by(relabeling)
             self._sampler.is_followed = bool(batches.transform.steps) or relabeling is not None
+            state.number = self._find_number(at)
             store.add_part(self)
         except BaseException:
             self._lock.release()
@@ -283,8 +292,6 @@ class Consumer(StorePart):
         """Return the consumer's description; create a consumer that does not exist yet."""
         assert storage.manifest is not None, "consumers have a store on disk"
         about = About.load(self._disk, self._folder)
-        if seed is not None:
-            seed = check_whole("seed", seed, hint="use a number such as 7")
         if about is None:
             seed = storage.seed if seed is None else seed
             about = About(secrets.token_hex(8), seed, storage.manifest.uuid)
@@ -405,6 +412,8 @@ class Consumer(StorePart):
         """
         with self._using:
             self._check_usable()
+            if position is not None:
+                _check_position(position)
             count = self._state.number if position is None else self._number_of(position)
             if not self._log.committed <= count <= self._log.count:
                 raise StateError(
@@ -432,28 +441,26 @@ class Consumer(StorePart):
         """
         with self._using:
             self._check_usable()
-            number = self._number_at(position)
-            if not self._log.first <= number <= self._log.count:
-                raise StateError(
-                    f"cannot go back to draw {number} of consumer {self.name!r}: its log has draws "
-                    f"{self._log.first} to {self._log.count - 1}",
-                    hint="commit() only positions whose checkpoint is safe; keep='all' keeps all draws",
-                )
+            number = self._find_number(position)
             self._sampler.rewind(self._store.storage)
             self._state.number = number
 
-    def _number_at(self, place: Place) -> int:
-        if isinstance(place, str):
-            if place not in ("committed", "end"):
-                raise ArgumentError(f"a position is a dict, 'committed' or 'end', not {place!r}")
-            return self._log.committed if place == "committed" else self._log.count
-        return self._number_of(place)
+    def _find_number(self, place: Place) -> int:
+        """Return the number of the draw at a position, for `seek`."""
+        _check_place(place)
+        if isinstance(place, Mapping):
+            number = self._number_of(place)
+        else:
+            number = self._log.committed if place == "committed" else self._log.count
+        if not self._log.first <= number <= self._log.count:
+            raise StateError(
+                f"cannot go back to draw {number} of consumer {self.name!r}: its log has draws "
+                f"{self._log.first} to {self._log.count - 1}",
+                hint="commit() only positions whose checkpoint is safe; keep='all' keeps all draws",
+            )
+        return number
 
     def _number_of(self, position: Position) -> int:
-        if not isinstance(position, Mapping) or not {"consumer", "id", "draw"} <= position.keys():
-            raise ArgumentError(
-                f"{position!r:.100} is not a position", hint="pass what `position` of the consumer returned"
-            )
         if position["id"] != self._about.id:
             raise ArgumentError(
                 f"the position is of another consumer ({position['consumer']!r}, id {position['id']}), and "
@@ -621,6 +628,19 @@ def _check_sampler(sampler: Sampler, others: Collection[Sampler]) -> None:
         raise ArgumentError(
             f"{sampler!r} must be told of each write, which a consumer is not",
             hint="use it in the buffer itself",
+        )
+
+
+def _check_place(place: Place) -> None:
+    if place not in ("committed", "end"):
+        _check_position(place)
+
+
+def _check_position(position: object) -> None:
+    if not isinstance(position, Mapping) or not {"consumer", "id", "draw"} <= position.keys():
+        raise ArgumentError(
+            f"{position!r:.100} is not a position",
+            hint="pass what `position` returned; seek() and at= also take 'committed' and 'end'",
         )
 
 

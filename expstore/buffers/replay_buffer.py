@@ -409,15 +409,9 @@ class ReplayBuffer:
         others = [self._sampling.sampler, *(one.sampler for one in self._consumers)]
         consumer = Consumer(
             name, self._store, self._batches, sampler, others, batch_size=size, as_numpy=self._as_numpy,
-            seed=seed, missing=missing, keep=keep, relabeling=self._sampling.relabeling,
+            seed=seed, at=at, missing=missing, keep=keep, relabeling=self._sampling.relabeling,
         )  # fmt: skip
         self._consumers.append(consumer)
-        if at != "committed":
-            try:
-                consumer.seek(at)
-            except BaseException:
-                consumer.close()
-                raise
         return consumer
 
     # -- single rows and single batches ------------------------------------------------------------

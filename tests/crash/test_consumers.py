@@ -44,7 +44,7 @@ class Learner:
         self.path = path
         self.drawn: list[list[int]] = []
         self.committed = 0
-        #: Gets a byte for each new draw that returned; None: nobody asks.
+        #: Gets a byte for each new draw that returned; None: nothing is written.
         self.told: Path | None = None
 
     def run(self, disk: Disk) -> None:

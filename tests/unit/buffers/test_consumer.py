@@ -279,7 +279,7 @@ def test_positions_of_others_are_refused(rb: Any) -> None:
     for position, message in (
         (other.position, "another consumer \\('other'"),
         ({"draw": 1}, "is not a position"),
-        ("begin", "not 'begin'|is not a position"),
+        ("begin", "'begin' is not a position"),
         (1, "is not a position"),
         (c.position | {"draw": "x"}, "draw must be an integer"),
     ):
@@ -287,6 +287,8 @@ def test_positions_of_others_are_refused(rb: Any) -> None:
             c.seek(position)
         with pytest.raises(ArgumentError, match=message):
             c.commit(position)
+    with pytest.raises(ArgumentError, match="'end' is not a position"):
+        c.commit("end")
     for number in (-1, 3):
         with pytest.raises(StateError, match=f"cannot go back to draw {number}"):
             c.seek(c.position | {"draw": number})
@@ -562,11 +564,15 @@ def test_arguments(rb: Any, tmp_path: Path) -> None:
         ("a", {"seed": "x"}, "seed must be"),
         ("a", {"sampler": "consuming"}, "counts in the store"),
         ("a", {"sampler": rb.sampler}, "already draws for the buffer"),
+        ("a", {"at": {"draw": 1}}, "is not a position"),
+        ("a", {"at": "begin"}, "'begin' is not a position"),
+        ("a", {"at": {"consumer": "a", "id": "b", "draw": 0}}, "no consumer 'a' yet"),
         ("a", {"batch_size": 0}, "batch_size must be"),
         ("seeded", {"seed": 4}, "draws with seed 3, not 4"),
     ):
         with pytest.raises(ArgumentError, match=message):
             rb.consumer(name, **options)
+    assert [one.name for one in rb.consumers.list()] == ["seeded"]
     rb.consumer("a").close()
     with pytest.raises(StateError, match="need a store on disk"):
         expstore.TensorDictReplayBuffer(batch_size=4).consumer("a")
