@@ -10,8 +10,9 @@ import os
 import re
 import secrets
 import threading
+import time
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -31,6 +32,7 @@ from expstore.errors import (
     ArgumentError,
     LockedError,
     NotFoundError,
+    NotReadyError,
     StateError,
 )
 from expstore.samplers.base import Sampler
@@ -46,6 +48,7 @@ from expstore.storages.format.draw_log import (
     describe_consumers,
 )
 from expstore.storages.format.paths import LOCK, VERSION
+from expstore.storages.format.ranks import Ranks, find_rank
 from expstore.storages.read_view import ReadView, build_closed_error
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
@@ -96,9 +99,14 @@ class Consumer(StorePart):
         at: Place,
         missing: Missing,
         keep: Keep,
+        rank: int | None,
+        world: int | None,
+        timeout: float,
         relabeling: Relabeling | None = None,
     ) -> None:
         self._folder = _folder_of(store, name)
+        rank, world = find_rank(rank, world)
+        self._timeout = _check_timeout(timeout)
         self._batch_size, self._as_numpy = batch_size, as_numpy
         self._keep, missing = _check_keep(keep), _check_missing(missing)
         seed = None if seed is None else check_whole("seed", seed, hint="use a number such as 7")
@@ -113,21 +121,27 @@ class Consumer(StorePart):
         self._process = os.getpid()
         storage = store.check_open()
         self._disk = storage.disk if storage.can_write else Disk()
-        if isinstance(at, Mapping) and About.load(self._disk, self._folder) is None:
+        if isinstance(at, Mapping) and not rank and About.load(self._disk, self._folder) is None:
             raise ArgumentError(f"there is no consumer {name!r} yet, so it has no position {dict(at)}")
-        self._disk.make_dir(self._folder)
+        self._ranks = Ranks(self._disk, self._folder, rank, world)
+        self._lock = None if rank else self._take_lock()
         try:
-            self._lock = WriterLock(self._disk, self._folder / LOCK)
-        except LockedError as exc:
-            raise exc.with_hint("one process draws for a consumer: close it there first") from exc
-        try:
-            self._about = self._find_about(storage, seed)
-            self._log = DrawLog(self._disk, self._folder, self._about.id)
-            self._log.cut_after(storage.stored.last)
-            state = DrawState(self._log.committed, self._log.progress)
-            draws = Draws(self._about.seed, _STREAM)
+            self._about = self._wait_for_about() if rank else self._find_about(storage, seed)
+            if seed not in (None, self._about.seed):
+                raise ArgumentError(
+                    f"consumer {name!r} draws with seed {self._about.seed}, not {seed}",
+                    hint="leave seed out, or take another name",
+                )
+            self._log = DrawLog(self._disk, self._folder, self._about.id, writes=not rank)
+            if not rank:
+                self._log.cut_after(storage.stored.last)
+                self._begin_generation()
+            state = DrawState(self._log.count, self._log.progress)
+            draws = Draws(self._about.seed, _STREAM + rank)
             self._state = state
-            self._sampler = RecordedDraws(chosen, self._log, state, draws, missing=missing)
+            self._sampler = RecordedDraws(
+                chosen, self._log, state, draws, missing=missing, rank=rank, world=world
+            )
             self._sampling = Sampling(store, batches, batches.style, self._sampler, draws=draws, state=state)
             if relabeling is not None:
                 self._sampling.relabel_by(relabeling)
@@ -135,10 +149,27 @@ class Consumer(StorePart):
             state.number = self._find_number(at)
             store.add_part(self)
         except BaseException:
-            self._lock.release()
+            if self._lock is not None:
+                self._lock.release()
             raise
-        self._end = weakref.finalize(self, _release, self._log, self._lock, self._process)
+        self._end = weakref.finalize(self, _release, self._log, self._ranks, self._lock, self._process)
         self.closed = False
+
+    def _take_lock(self) -> WriterLock:
+        self._disk.make_dir(self._folder)
+        try:
+            return WriterLock(self._disk, self._folder / LOCK)
+        except LockedError as exc:
+            raise exc.with_hint("one process draws for a consumer: close it there first") from exc
+
+    def _begin_generation(self) -> None:
+        """Stop the ranks of another number of ranks; keep what all of them have committed."""
+        self._ranks.join()
+        committed = self._ranks.committed(self._log.committed)
+        if committed > self._log.committed:
+            self._log.commit(committed)
+            self._log.sync()
+        self._ranks.begin()
 
     def _find_about(self, storage: ReadView, seed: int | None) -> About:
         """Return the consumer's description; create a consumer that does not exist yet."""
@@ -150,12 +181,32 @@ class Consumer(StorePart):
             about.save(self._disk, self._folder)
             self._disk.sync_dir(self._folder.parent)
             self._disk.sync_dir(self._folder.parent.parent)
-        elif seed is not None and seed != about.seed:
-            raise ArgumentError(
-                f"consumer {self.name!r} draws with seed {about.seed}, not {seed}",
-                hint="leave seed out, or take another name",
-            )
         return about
+
+    def _wait_for_about(self) -> About:
+        """Return the consumer's description, once rank 0 has opened it for this number of ranks."""
+        self._wait(lambda: About.load(self._disk, self._folder) is not None and self._ranks.join(), "open it")
+        about = About.load(self._disk, self._folder)
+        assert about is not None
+        return about
+
+    def _wait(self, is_ready: Callable[[], bool], what: str) -> None:
+        """Wait for rank 0.
+
+        Raises:
+            NotReadyError: Rank 0 took longer than the timeout.
+            StateError: Another number of ranks has taken over.
+        """
+        until, pause = time.monotonic() + self._timeout, 5e-5
+        while not is_ready():
+            if time.monotonic() > until:
+                raise NotReadyError(
+                    f"rank {self._ranks.rank} of consumer {self.name!r} has waited {self._timeout:g} s for "
+                    f"rank 0 to {what}, with world={self._ranks.world}",
+                    hint="start rank 0 first, or pass a longer timeout",
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.005)
 
     # -- drawing -----------------------------------------------------------------------------------
 
@@ -186,13 +237,39 @@ class Consumer(StorePart):
         """Draw; the lock is held. If it fails, the draw comes again."""
         self._check_usable()
         number, sampler = self._state.number, self._sampler
-        sampler.number, sampler.is_recorded = number, number < self._log.count
+        sampler.number = number
         try:
+            if self._ranks.world > 1:
+                self._prepare(number)
+            sampler.is_recorded = number < self._log.count
             return self._sampling.next(request)
         except BaseException:
             self._state.number = number
             self._sampler.rewind(self._store.storage)
             raise
+
+    def _prepare(self, number: int) -> None:
+        """Let a draw be recorded, and its rows be readable, before this rank builds its part."""
+        self._ranks.check()
+        storage, log = self._store.storage, self._log
+        if self._ranks.rank == 0:
+            if number >= log.count:
+                self._sampler.decide(storage, self._batch_size)
+                self._state.number = number
+            return
+
+        def is_recorded() -> bool:
+            self._ranks.check()
+            return log.follow() > number
+
+        def is_readable() -> bool:
+            if storage.stored.last < last:
+                storage.follow()
+            return storage.stored.last >= last
+
+        self._wait(is_recorded, f"make draw {number}")
+        last = int(log.read(number).selection.ids.max(initial=0))
+        self._wait(is_readable, f"let it read row {last}")
 
     def __iter__(self) -> Iterator[Any]:
         """Yield batches, without end or until the sampler has no more rows."""
@@ -240,13 +317,16 @@ class Consumer(StorePart):
 
     @property
     def replaying(self) -> bool:
-        """Whether the next batch was recorded before."""
-        return self._state.number < self._log.count
+        """Whether the next batch was recorded before; in a rank other than 0, whether rank 0 has drawn it."""
+        return self._state.number < (self._log.follow() if self._ranks.rank else self._log.count)
 
     @property
     def committed(self) -> int:
-        """Number of draws that the last `commit` covers."""
-        return self._log.committed
+        """Number of draws that the last `commit` covers, that of each rank."""
+        if self._ranks.world == 1:
+            return self._log.committed
+        self._log.follow()
+        return self._ranks.committed(self._log.committed)
 
     def commit(self, position: Position | None = None) -> None:
         """Record that a checkpoint with this position is safe, so that earlier draws are not needed again.
@@ -267,17 +347,34 @@ class Consumer(StorePart):
             if position is not None:
                 _check_position(position)
             count = self._state.number if position is None else self._number_of(position)
-            if not self._log.committed <= count <= self._log.count:
+            former = self._log.committed
+            if self._ranks.world > 1:
+                self._ranks.check()
+                former = self._ranks.committed_here(former)
+            if not former <= count <= self._log.count:
                 raise StateError(
-                    f"cannot commit draw {count} of consumer {self.name!r}: {self._log.committed} draws are "
-                    f"committed, and {self._log.count} were recorded"
+                    f"cannot commit draw {count} of consumer {self.name!r}: {former} draws are committed, "
+                    f"and {self._log.count} were recorded"
                 )
             storage = self._store.storage
             if storage.can_write:
                 storage.writer().sync()  # a power failure cuts draws that saw rows which it takes
-            self._log.commit(count)
-            self._log.sync()
+            if self._ranks.world > 1:
+                self._commit_rank(count)
+            else:
+                self._log.commit(count)
+                self._log.sync()
             self._tidy()
+
+    def _commit_rank(self, count: int) -> None:
+        """Commit for this rank; what all ranks have committed is also written to the log, by rank 0."""
+        if self._ranks.rank:
+            self._ranks.commit(count)
+            return
+        self._log.sync()
+        self._ranks.commit(count)
+        if (committed := self._ranks.committed(self._log.committed)) > self._log.committed:
+            self._log.commit(committed)
 
     def seek(self, position: Place) -> None:
         """Go to a position: the draws that were recorded after it come again.
@@ -303,7 +400,7 @@ class Consumer(StorePart):
         if isinstance(place, Mapping):
             number = self._number_of(place)
         else:
-            number = self._log.committed if place == "committed" else self._log.count
+            number = self.committed if place == "committed" else self._log.count
         if not self._log.first <= number <= self._log.count:
             raise StateError(
                 f"cannot go back to draw {number} of consumer {self.name!r}: its log has draws "
@@ -322,7 +419,7 @@ class Consumer(StorePart):
 
     def _tidy(self) -> None:
         """Remove draws that are not kept."""
-        if self._keep == "all":
+        if self._keep == "all" or self._ranks.rank:
             return
         last = self._log.committed if self._keep == "uncommitted" else self._log.count - self._keep
         self._log.drop(min(last, self._log.committed))
@@ -435,14 +532,16 @@ class Consumers:
             lock.release()
 
 
-def _release(log: DrawLog, lock: WriterLock, process: int) -> None:
+def _release(log: DrawLog, ranks: Ranks, lock: WriterLock | None, process: int) -> None:
     """Close a consumer's files: by `close`, when it is collected, or at the end of its process."""
     if os.getpid() != process:
         return
     try:
+        ranks.close()
         log.close()
     finally:
-        lock.release()
+        if lock is not None:
+            lock.release()
 
 
 def _folder_of(store: StoreHandle, name: str) -> Path:
@@ -500,6 +599,12 @@ def _check_missing(missing: str) -> Missing:
     if missing not in ("raise", "skip"):
         raise ArgumentError(f"missing must be 'raise' or 'skip', got {missing!r}")
     return missing  # type: ignore[return-value]
+
+
+def _check_timeout(timeout: float) -> float:
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
+        raise ArgumentError(f"timeout must be a number of seconds above 0, got {timeout!r}")
+    return timeout
 
 
 def _check_keep(keep: Keep) -> Keep:

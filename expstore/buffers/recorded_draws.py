@@ -7,7 +7,7 @@ whether a draw is new or recorded is here.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -35,14 +35,24 @@ class RecordedDraws(Sampler):
         state: The number of the draw after this one, and the sampler's progress.
         draws: The consumer's random numbers.
         missing: What happens to rows of a recorded draw that are not there any more.
+        rank: Which part of each draw is returned, from 0.
+        world: Number of parts. With more than one, all draws that are returned were recorded before.
     """
 
     def __init__(
-        self, sampler: Sampler, log: DrawLog, state: DrawState, draws: Draws, *, missing: Missing
+        self,
+        sampler: Sampler,
+        log: DrawLog,
+        state: DrawState,
+        draws: Draws,
+        *,
+        missing: Missing,
+        rank: int = 0,
+        world: int = 1,
     ) -> None:
         super().__init__()
         self._sampler, self._log, self._state, self._draws = sampler, log, state, draws
-        self._missing = missing
+        self._missing, self._rank, self._world = missing, rank, world
         self._window = Window(0, 0)  # when the rows were chosen
         #: Number of the present draw, and whether it was recorded before; the consumer sets them.
         self.number, self.is_recorded = 0, False
@@ -58,8 +68,8 @@ class RecordedDraws(Sampler):
 
     @property
     def filter(self) -> Filter | None:  # type: ignore[override]
-        """Evaluates `where` and `weight` of the sampler."""
-        return self._sampler.filter
+        """Evaluates `where` and `weight` of the sampler; None in a rank that does not choose rows."""
+        return None if self._rank else self._sampler.filter
 
     def keep_progress_in(self, draws: DrawState) -> None:
         """Let the sampler store its progress there."""
@@ -67,11 +77,13 @@ class RecordedDraws(Sampler):
 
     def attach(self, storage: ReadView) -> None:
         """Continue where the last recorded draw ended."""
-        self._sampler.attach(storage)
+        if not self._rank:
+            self._sampler.attach(storage)
 
     def detach(self) -> None:
         """Stop evaluating the filter."""
-        self._sampler.detach()
+        if not self._rank:
+            self._sampler.detach()
 
     def refresh(self, storage: ReadView) -> None:
         """Evaluate `where` and `weight` for all rows and episodes as they are now."""
@@ -122,9 +134,26 @@ class RecordedDraws(Sampler):
             self._draws.numbers((self.number, 0), _STEPS)
         return chosen
 
+    def decide(self, storage: ReadView, batch_size: int) -> None:
+        """Choose the rows of the next draw, and record it.
+
+        Raises:
+            NotReadyError: No row can be drawn.
+            StorageError: The disk failed; the draw does not count.
+        """
+        if self._log.follow() > self.number:  # Ctrl-C came after it was written
+            return
+        self.is_recorded = False
+        if not self.count_left(storage):
+            raise self.build_no_rows_error(storage)
+        draw = self._draws.next(self._state)
+        self.hand_out(storage, self.select(storage, batch_size, self._draws.numbers(draw, 0)))
+
     def _find_rows_again(self, storage: ReadView) -> Selection:
         recorded = self._log.read(self.number)
         selection, self._ends = recorded.selection, recorded.ends
+        if self._world > 1:
+            selection = self._take_part(selection)
         there = storage.stored.holds(selection.ids)
         if there.all():
             return selection
@@ -132,9 +161,16 @@ class RecordedDraws(Sampler):
             raise _build_changed_error(recorded.number, selection.ids[~there])
         if not there.any():
             raise _build_changed_error(recorded.number, selection.ids)
-        info = {key: values[there] for key, values in selection.info.items()}
-        marks = tuple(replace(mark, flags=mark.flags[there]) for mark in selection.marks)
-        return replace(selection, ids=selection.ids[there], info=info, marks=marks)
+        return _take_rows(selection, there)
+
+    def _take_part(self, selection: Selection) -> Selection:
+        """Return the rows of this rank: whole slices, or rows, as evenly as possible."""
+        ids = selection.ids
+        starts = _find_slices(selection) if self.windowed else np.arange(ids.size)
+        mine = np.array_split(starts, self._world)[self._rank]
+        at = np.searchsorted(starts, mine[0]) + mine.size if mine.size else starts.size
+        stop = starts[at] if at < starts.size else ids.size
+        return _take_rows(selection, slice(mine[0], stop) if mine.size else slice(0))
 
     def hand_out(self, storage: ReadView, selection: Selection) -> None:
         """Record a new draw, before its batch is returned.
@@ -171,3 +207,22 @@ def _build_changed_error(number: int, ids: IntArray) -> RowsChangedError:
         f"draw {number} had rows that were deleted or overwritten since: {ids.size} (id {which})",
         hint="missing='skip' leaves them out",
     )
+
+
+def _take_rows(selection: Selection, which: Any) -> Selection:
+    info = {key: values[which] for key, values in selection.info.items()}
+    marks = tuple(replace(mark, flags=mark.flags[which]) for mark in selection.marks)
+    return replace(selection, ids=selection.ids[which], info=info, marks=marks)
+
+
+def _find_slices(selection: Selection) -> IntArray:
+    """Return the places at which slices begin; two that follow one another in an episode may be one."""
+    steps = np.diff(selection.ids)
+    begins = (steps != 0) & (steps != 1)  # padding repeats a row
+    is_padded = any(mark.flat for mark in selection.marks)
+    for mark in selection.marks:
+        if not mark.new:
+            begins |= mark.flags[1:]  # the first steps
+        elif not mark.joins and not is_padded:
+            begins |= mark.flags[:-1]  # the last steps; padding follows them
+    return np.flatnonzero(np.concatenate([[True], begins]))

@@ -30,12 +30,13 @@ from expstore.buffers.arguments import (
 )
 from expstore.buffers.batch_builder import BatchBuilder
 from expstore.buffers.columns import Columns
-from expstore.buffers.consumer import Consumer, Consumers, Keep, Missing, Place
+from expstore.buffers.consumer import Consumer, Consumers, Keep, Place
 from expstore.buffers.domain_checks import row_text, specs_of
 from expstore.buffers.episodes import Episodes
 from expstore.buffers.indexing import StoredRows
 from expstore.buffers.ingest import Ingest
 from expstore.buffers.prefetch import Request
+from expstore.buffers.recorded_draws import Missing
 from expstore.buffers.recorder import Recorder
 from expstore.buffers.retention import Retention
 from expstore.buffers.row_index import RowIndex
@@ -372,6 +373,9 @@ class ReplayBuffer:
         at: Place = "committed",
         missing: Missing = "raise",
         keep: Keep = "uncommitted",
+        rank: int | None = None,
+        world: int | None = None,
+        timeout: float = 600.0,
     ) -> Consumer:
         """Open a consumer: a reader with a name, whose draws are written down. It is created if it is new.
 
@@ -390,6 +394,12 @@ class ReplayBuffer:
                 `RowsChangedError`, "skip" to leave it out.
             keep: Which draws the log keeps: "uncommitted" for those after the last `commit`, "all", or the
                 last so many and those after the last `commit`.
+            rank: Which part of each batch this process gets, from 0; None: the environment variable RANK, or
+                0. Rank 0 decides the draws; the others, on the same machine, read them from the log.
+            world: Number of processes that share the batches; None: the environment variable WORLD_SIZE, or
+                1. `batch_size` is the rows of all their parts. Another number than before begins a new
+                generation: the processes of the former one can neither draw nor commit any more.
+            timeout: How long a rank other than 0 waits for rank 0, seconds.
 
         Raises:
             ArgumentError: An argument is not allowed; the sampler draws for something else; the consumer has
@@ -397,6 +407,7 @@ class ReplayBuffer:
             LockedError: Another process, or another object of this one, draws for the consumer.
             StateError: The store is in RAM, a version, or closed; the buffer has a sample unit or a rate
                 limiter; the draws after `at` are not kept.
+            NotReadyError: Rank 0 did not open the consumer in time.
             StorageError: The disk failed, or the store's folder cannot be written to.
         """
         if self._sampling.unit is not None or self._sampling.limiter is not None:
@@ -409,7 +420,8 @@ class ReplayBuffer:
         others = [self._sampling.sampler, *(one.sampler for one in self._consumers)]
         consumer = Consumer(
             name, self._store, self._batches, sampler, others, batch_size=size, as_numpy=self._as_numpy,
-            seed=seed, at=at, missing=missing, keep=keep, relabeling=self._sampling.relabeling,
+            seed=seed, at=at, missing=missing, keep=keep, rank=rank, world=world, timeout=timeout,
+            relabeling=self._sampling.relabeling,
         )  # fmt: skip
         self._consumers.append(consumer)
         return consumer

@@ -227,7 +227,7 @@ class DrawLog:
             data = file.read(at, _HEADER.unpack(head)[0]) if len(head) == _HEADER.size else b""
         finally:
             file.close()
-        if not self._is_sound(data, 0):
+        if not self._is_sound(data, 0) or _HEADER.unpack_from(data)[2] != number:
             raise CorruptionError(f"{segment.path}: draw {number} is damaged")
         with parsing(segment.path):
             return _parse_draw(number, data)
@@ -245,12 +245,14 @@ class DrawLog:
         return bool(google_crc32c.extend(self._salt, data[at + _FRONT.size : at + size]) == crc)
 
     def _scan(self, segment: _Segment) -> bool:
-        """Find the records of a segment, up to the first that is torn; return whether it has a base."""
-        data = self._disk.read_whole(segment.path)
-        segment.offsets, at = [], 0
+        """Find the new records of a segment, up to one that is torn; return whether it has a base."""
+        with contextlib.closing(self._disk.open(segment.path, write=False)) as file:
+            start = segment.length
+            data = file.read(start, file.size() - start)
+        at = 0
         while self._is_sound(data, at):
             size, _, number, kind, _ = _HEADER.unpack_from(data, at)
-            if at == 0:
+            if start + at == 0:
                 if kind != Kind.BASE or number != segment.first:
                     return False
                 with parsing(segment.path):
@@ -259,13 +261,27 @@ class DrawLog:
             elif kind == Kind.COMMIT:
                 segment.committed = number
             elif kind == Kind.DRAW and 0 <= (place := number - segment.first) <= len(segment.offsets):
-                segment.offsets[place:] = [at]  # it replaces one whose append was interrupted
+                segment.offsets[place:] = [start + at]  # it replaces one whose append was interrupted
                 segment.progress = _DRAW.unpack_from(data, at + _HEADER.size)[2:6]
             else:
                 break
             at += size
-        segment.length = at
-        return at > 0
+        segment.length = start + at
+        return segment.length > 0
+
+    def follow(self) -> int:
+        """Find what was appended since, also by another process; return `count`."""
+        newest = self._segments[-1] if self._segments else None
+        if newest is not None and self._disk.size(newest.path) > newest.length:
+            self._scan(newest)
+        if newest is None or newest.length >= SEGMENT_BYTES:
+            last = -1 if newest is None else newest.first
+            for name in sorted(name for name in self._disk.names(self._folder) if name.isdigit()):
+                segment = _Segment(self._folder / name, int(name))
+                if segment.first > last and self._scan(segment):
+                    self._segments.append(segment)
+        self._count()
+        return self.count
 
     # -- appending ---------------------------------------------------------------------------------
 
@@ -301,11 +317,12 @@ class DrawLog:
         head = _DRAW.pack(
             low, last, *progress, time.time_ns() // 1000, ids.size, pieces, selection.asked, len(described)
         )
-        # Ctrl-C may end this anywhere. Until the draw counts, the next one has its number and replaces it.
+        # Ctrl-C may end this anywhere. Until the draw counts, `follow` finds it, or the next one replaces it.
         number = self.count
-        at = self._write(segment, Kind.DRAW, number, head, described, *parts, ends=ends)
-        segment.offsets[number - segment.first :] = [at]
+        length = self._write(segment, Kind.DRAW, number, head, described, *parts, ends=ends)
+        segment.offsets[number - segment.first :] = [segment.length]
         segment.progress = tuple(progress)
+        segment.length = length
         self.count = number + 1
 
     def commit(self, count: int) -> None:
@@ -315,17 +332,15 @@ class DrawLog:
             StorageError: The disk failed.
         """
         segment = self._require_segment()
-        self._write(segment, Kind.COMMIT, count)
+        segment.length = self._write(segment, Kind.COMMIT, count)
         segment.committed = count
 
     def _write(self, segment: _Segment, kind: Kind, number: int, *body: Any, ends: bool = False) -> int:
-        """Append a record to the newest segment; return its offset."""
+        """Write a record after the last one of the newest segment; return where it ends."""
         assert self._file is not None
-        at = segment.length
         frame = self._frame(kind, number, *body, ends=ends)
-        self._file.write(frame, at)
-        segment.length = at + len(frame)
-        return at
+        self._file.write(frame, segment.length)
+        return segment.length + len(frame)
 
     def _frame(self, kind: Kind, number: int, *body: Any, ends: bool = False) -> bytes:
         rest = b"".join((_NAMED.pack(number, kind, ends), *body))
@@ -410,6 +425,7 @@ class DrawLog:
                 file.truncate(newest.offsets[at])
                 file.sync()
         self._disk.sync_dir(self._folder)
+        self._segments[-1] = newest = _Segment(newest.path, newest.first)
         self._scan(newest)
         self._count()
         return True
