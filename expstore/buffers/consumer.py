@@ -13,15 +13,18 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from expstore.buffers.arguments import resolve_part
 from expstore.buffers.batch_builder import BatchBuilder
+from expstore.buffers.draw_server import DrawClient, DrawServer, Question
 from expstore.buffers.prefetch import Request
 from expstore.buffers.recorded_draws import Missing, RecordedDraws
 from expstore.buffers.sampling import Relabeling, Sampling
 from expstore.buffers.store_handle import StoreHandle, StorePart
+from expstore.buffers.torch_dataset import ConsumerDataset
 from expstore.core.arguments import check_whole
 from expstore.core.draw_state import DrawState
 from expstore.core.draws import Draws
@@ -54,6 +57,8 @@ from expstore.storages.read_view import ReadView, build_closed_error
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 #: Second word of the key of a consumer's random numbers; no stream of a storage uses it.
 _STREAM = 1 << 62
+#: How many draws may be recorded before their batches are built.
+_AHEAD = 10_000
 #: Which draws a log keeps: those since the last commit; all; or the last n, and those since the last commit.
 Keep = Literal["uncommitted", "all"] | int
 Position = Mapping[str, Any]
@@ -103,6 +108,7 @@ class Consumer(StorePart):
         world: int | None,
         timeout: float,
         relabeling: Relabeling | None = None,
+        client: DrawClient | None = None,
     ) -> None:
         self._folder = _folder_of(store, name)
         rank, world = find_rank(rank, world)
@@ -117,6 +123,11 @@ class Consumer(StorePart):
         #: Chooses the rows of new draws.
         self.sampler = unwrap(chosen)
         self._store, self._batches = store, batches
+        self._open_copy = partial(
+            type(self), name, store, batches, sampler, (), batch_size=batch_size, as_numpy=as_numpy,
+            seed=None, at="committed", missing=missing, keep=keep, rank=rank, world=world, timeout=timeout,
+            relabeling=relabeling,
+        )  # fmt: skip
         self._using = threading.Lock()
         self._process = os.getpid()
         storage = store.check_open()
@@ -124,23 +135,28 @@ class Consumer(StorePart):
         if isinstance(at, Mapping) and not rank and About.load(self._disk, self._folder) is None:
             raise ArgumentError(f"there is no consumer {name!r} yet, so it has no position {dict(at)}")
         self._ranks = Ranks(self._disk, self._folder, rank, world)
-        self._lock = None if rank else self._take_lock()
+        self._client = client
+        self._server: DrawServer | None = None
+        #: Whether this object chooses rows, and writes the log.
+        self._decides = decides = rank == 0 and client is None
+        self._is_plain = decides and world == 1
+        self._lock = self._take_lock() if decides else None
         try:
-            self._about = self._wait_for_about() if rank else self._find_about(storage, seed)
+            self._about = self._find_about(storage, seed) if decides else self._wait_for_about()
             if seed not in (None, self._about.seed):
                 raise ArgumentError(
                     f"consumer {name!r} draws with seed {self._about.seed}, not {seed}",
                     hint="leave seed out, or take another name",
                 )
-            self._log = DrawLog(self._disk, self._folder, self._about.id, writes=not rank)
-            if not rank:
+            self._log = DrawLog(self._disk, self._folder, self._about.id, writes=decides)
+            if decides:
                 self._log.cut_after(storage.stored.last)
                 self._begin_generation()
             state = DrawState(self._log.count, self._log.progress)
             draws = Draws(self._about.seed, _STREAM + rank)
             self._state = state
             self._sampler = RecordedDraws(
-                chosen, self._log, state, draws, missing=missing, rank=rank, world=world
+                chosen, self._log, state, draws, missing=missing, rank=rank, world=world, decides=decides
             )
             self._sampling = Sampling(store, batches, batches.style, self._sampler, draws=draws, state=state)
             if relabeling is not None:
@@ -239,7 +255,7 @@ class Consumer(StorePart):
         number, sampler = self._state.number, self._sampler
         sampler.number = number
         try:
-            if self._ranks.world > 1:
+            if not self._is_plain:
                 self._prepare(number)
             sampler.is_recorded = number < self._log.count
             return self._sampling.next(request)
@@ -252,11 +268,11 @@ class Consumer(StorePart):
         """Let a draw be recorded, and its rows be readable, before this rank builds its part."""
         self._ranks.check()
         storage, log = self._store.storage, self._log
-        if self._ranks.rank == 0:
-            if number >= log.count:
-                self._sampler.decide(storage, self._batch_size)
-                self._state.number = number
+        if self._decides:
+            self._decide_through(number)
             return
+        if self._client is not None and log.follow() <= number:
+            self._client.ask("draw", number)
 
         def is_recorded() -> bool:
             self._ranks.check()
@@ -270,6 +286,22 @@ class Consumer(StorePart):
         self._wait(is_recorded, f"make draw {number}")
         last = int(log.read(number).selection.ids.max(initial=0))
         self._wait(is_readable, f"let it read row {last}")
+
+    def _decide_through(self, number: int) -> None:
+        """Record draws, without building their batches, until this one is recorded."""
+        self._check_usable()
+        if number > self._log.count + _AHEAD:
+            raise ArgumentError(
+                f"draw {number} of consumer {self.name!r} is too far after the last recorded one, "
+                f"{self._log.count - 1}"
+            )
+        present, sampler = self._state.number, self._sampler
+        try:
+            while (following := self._log.count) <= number:
+                self._state.number = sampler.number = following
+                sampler.decide(self._store.storage, self._batch_size)
+        finally:
+            self._state.number = present
 
     def __iter__(self) -> Iterator[Any]:
         """Yield batches, without end or until the sampler has no more rows."""
@@ -291,22 +323,78 @@ class Consumer(StorePart):
             RowsChangedError: A row of a draw was deleted or overwritten.
         """
         last = self._log.count - 1 if last is None else last
-        request = Request(self._batch_size, self._as_numpy if as_numpy is None else as_numpy)
         for number in range(first, last + 1):
-            with self._using:
-                self._check_usable()
-                if not self._log.first <= number < self._log.count:
-                    raise NotFoundError(
-                        f"draw {number} of consumer {self.name!r} is not in its log, which has "
-                        f"draws {self._log.first} to {self._log.count - 1}"
-                    )
-                present = self._state.number
-                self._state.number = number
-                try:
-                    batch, _ = self._next(request)
-                finally:
-                    self._state.number = present
-            yield batch
+            if not self._log.first <= number < self._log.count:
+                raise NotFoundError(
+                    f"draw {number} of consumer {self.name!r} is not in its log, which has "
+                    f"draws {self._log.first} to {self._log.count - 1}"
+                )
+            yield self.draw(number, as_numpy=as_numpy)
+
+    def draw(self, number: int, *, as_numpy: bool | None = None) -> Any:
+        """Return the batch of a draw, which is recorded first if it is new; the position does not change.
+
+        Args:
+            number: Number of the draw, from 0.
+            as_numpy: As in `ReplayBuffer.sample`.
+
+        Raises:
+            ArgumentError: It is more than 10,000 draws after the last recorded one.
+            NotFoundError: The draw is not kept.
+            NotReadyError: No row can be drawn.
+            RowsChangedError: A row of the draw was deleted or overwritten.
+        """
+        request = Request(self._batch_size, self._as_numpy if as_numpy is None else as_numpy)
+        with self._using:
+            present = self._state.number
+            if self._decides and number > self._log.count:
+                self._decide_through(number)
+            self._state.number = number
+            try:
+                return self._next(request)[0]
+            finally:
+                self._state.number = present
+
+    def to_torch_dataset(self) -> ConsumerDataset:
+        """Return the batches as a data set of torch, for a `DataLoader` with any number of workers.
+
+        Of W workers, worker w builds each W-th batch from the w-th on; this process records the draws. The
+        batches come in the order of the draws, as without workers.
+
+        Example:
+            >>> from torch.utils.data import DataLoader
+            >>> learner = rb.consumer("loaded", batch_size=4)
+            >>> dataset = learner.to_torch_dataset()
+            >>> loader = DataLoader(dataset, batch_size=None, num_workers=0, collate_fn=dataset.collate)
+            >>> len(next(iter(loader)))
+            4
+        """
+        self._check_usable()
+        if self._server is None:
+            self._server = DrawServer(self._answer)
+        return ConsumerDataset(self, partial(self._open_copy, client=self._server.client))
+
+    def _answer(self, question: Question) -> None:
+        """Do what a worker of a DataLoader asks for."""
+        kind, number = question
+        with self._using:
+            if kind == "end":
+                self._state.number = max(self._state.number, number)
+            elif self._decides:
+                self._decide_through(number)
+
+    def find_end(self, first: int, stop: int) -> int | None:
+        """Return the first draw from `first` to `stop` - 1 that completed a pass; None: none did."""
+        for number in range(max(first, self._log.first), stop):
+            self._prepare(number)
+            if self._log.read(number).ends:
+                return number
+        return None
+
+    def note_end(self, number: int) -> None:
+        """Tell the process that records the draws that a pass has ended before this draw."""
+        assert self._client is not None, "this is a copy in a worker"
+        self._client.ask("end", number)
 
     # -- positions ---------------------------------------------------------------------------------
 
@@ -318,7 +406,7 @@ class Consumer(StorePart):
     @property
     def replaying(self) -> bool:
         """Whether the next batch was recorded before; in a rank other than 0, whether rank 0 has drawn it."""
-        return self._state.number < (self._log.follow() if self._ranks.rank else self._log.count)
+        return self._state.number < (self._log.count if self._decides else self._log.follow())
 
     @property
     def committed(self) -> int:
@@ -419,7 +507,7 @@ class Consumer(StorePart):
 
     def _tidy(self) -> None:
         """Remove draws that are not kept."""
-        if self._keep == "all" or self._ranks.rank:
+        if self._keep == "all" or not self._decides:
             return
         last = self._log.committed if self._keep == "uncommitted" else self._log.count - self._keep
         self._log.drop(min(last, self._log.committed))
@@ -442,6 +530,8 @@ class Consumer(StorePart):
             if self.closed or os.getpid() != self._process:
                 return
             self.closed = True
+            if self._server is not None:
+                self._server.close()
             try:
                 self._sampling.close()
             finally:

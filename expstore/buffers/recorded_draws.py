@@ -37,6 +37,7 @@ class RecordedDraws(Sampler):
         missing: What happens to rows of a recorded draw that are not there any more.
         rank: Which part of each draw is returned, from 0.
         world: Number of parts. With more than one, all draws that are returned were recorded before.
+        decides: Whether it chooses rows; otherwise another process does, and records the draws.
     """
 
     def __init__(
@@ -47,12 +48,14 @@ class RecordedDraws(Sampler):
         draws: Draws,
         *,
         missing: Missing,
-        rank: int = 0,
-        world: int = 1,
+        rank: int,
+        world: int,
+        decides: bool,
     ) -> None:
         super().__init__()
         self._sampler, self._log, self._state, self._draws = sampler, log, state, draws
         self._missing, self._rank, self._world = missing, rank, world
+        self._decides = decides
         self._window = Window(0, 0)  # when the rows were chosen
         #: Number of the present draw, and whether it was recorded before; the consumer sets them.
         self.number, self.is_recorded = 0, False
@@ -68,8 +71,8 @@ class RecordedDraws(Sampler):
 
     @property
     def filter(self) -> Filter | None:  # type: ignore[override]
-        """Evaluates `where` and `weight` of the sampler; None in a rank that does not choose rows."""
-        return None if self._rank else self._sampler.filter
+        """Evaluates `where` and `weight` of the sampler; None if another process chooses rows."""
+        return self._sampler.filter if self._decides else None
 
     def keep_progress_in(self, draws: DrawState) -> None:
         """Let the sampler store its progress there."""
@@ -77,12 +80,12 @@ class RecordedDraws(Sampler):
 
     def attach(self, storage: ReadView) -> None:
         """Continue where the last recorded draw ended."""
-        if not self._rank:
+        if self._decides:
             self._sampler.attach(storage)
 
     def detach(self) -> None:
         """Stop evaluating the filter."""
-        if not self._rank:
+        if self._decides:
             self._sampler.detach()
 
     def refresh(self, storage: ReadView) -> None:

@@ -7,7 +7,7 @@ It does not write.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 from tensordict import TensorDictBase, is_tensor_collection
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+from expstore.core.arguments import check_whole
 from expstore.core.values import IntArray
 from expstore.errors import ArgumentError, NoRowError, StateError
 from expstore.storages.read_view import OVERTAKEN
@@ -248,6 +249,121 @@ class SlicesDataset(IterableDataset[Any]):
         if isinstance(steps, TensorDictBase):
             return steps.to_dict() if self._rows == "dict" else steps
         return steps
+
+
+class ConsumerDataset(IterableDataset[Any]):
+    """The batches of a consumer, in the order of its draws, from its position on.
+
+    Batch i of an iteration is built by worker i mod W of W; the process that has the consumer records the
+    draws when workers ask for them. Iteration ends as that of the consumer. Without workers this is the
+    consumer.
+
+    `state_dict` and `load_state_dict` are those that torchdata's `StatefulDataLoader` asks for: its state
+    says which batches were returned, also if workers are ahead. `position` finds the consumer's position in
+    it, for `commit`. With a plain `DataLoader` and workers, count the batches.
+
+    Threads: one iterates. Processes: a copy in a worker reads the log. Crashes: as the consumer.
+
+    Args:
+        consumer: The consumer.
+        open_copy: Opens the consumer in a worker, where it only reads.
+    """
+
+    def __init__(self, consumer: Any, open_copy: Callable[[], Any]) -> None:
+        self._consumer, self._open_copy = consumer, open_copy
+        self._begin: dict[str, Any] = consumer.position  # of the next iteration, in a pickled copy
+        #: Of a worker: its next draw, and at which draw the iteration has begun.
+        self._place: dict[str, Any] | None = None
+        #: What `set_epoch` was given; it is part of the state.
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield batches; in a worker those of the worker.
+
+        Raises:
+            StateError: The process that has the consumer has closed it.
+        """
+        info = get_worker_info()
+        if info is None:
+            yield from self._consumer
+            return
+        place = self._find_place()
+        with self._open_copy() as copied:
+            seen = max(place["begin"], place["draw"] - info.num_workers)
+            while (end := copied.find_end(seen, place["draw"])) is None:
+                seen = place["draw"]
+                batch = copied.draw(seen)
+                place["draw"] += info.num_workers
+                yield batch
+            copied.note_end(end + 1)
+        place |= {"begin": end + 1, "draw": end + 1 + info.id}
+
+    def _find_place(self) -> dict[str, Any]:
+        """Return the place of a worker, or the consumer's position."""
+        info = get_worker_info()
+        if self._place is not None:
+            return self._place
+        position: dict[str, Any] = self._begin if self._consumer is None else self._consumer.position
+        if info is None:
+            return position
+        self._place = position | {"begin": position["draw"], "draw": position["draw"] + info.id}
+        return self._place
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy, which is for a worker."""
+        return vars(self) | {"_consumer": None, "_begin": self._find_place()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place of the next batch; in a worker that of its next batch."""
+        return self._find_place() | {"epoch": self.epoch}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a place that `state_dict` returned; without workers, the consumer seeks to it.
+
+        Raises:
+            StateError: The draws after it are not in the log.
+        """
+        self.epoch = state["epoch"]
+        if get_worker_info() is None:
+            self._consumer.seek(state)
+        else:
+            self._place = dict(state)
+
+    def position(self, state: Any) -> dict[str, Any]:
+        """Return the consumer's position in a loader's state: of the first batch that was not returned.
+
+        Args:
+            state: What `state_dict` of a `StatefulDataLoader` of this data set returned.
+
+        Raises:
+            ArgumentError: There is no state of a consumer in it.
+        """
+        found = list(_find_positions(state))
+        if not found:
+            raise ArgumentError(f"there is no position of a consumer in {state!r:.100}")
+        return min(found, key=lambda one: int(one["draw"]))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Note the number of the epoch, which trainers pass to data sets that have this method.
+
+        It changes no order: a consumer's draws are numbered on over all epochs.
+        """
+        self.epoch = check_whole("epoch", epoch)
+
+    @staticmethod
+    def collate(batch: Any) -> Any:
+        """Return the batch unchanged. Pass it as `collate_fn` of a `DataLoader` with `batch_size=None`."""
+        return batch
+
+
+def _find_positions(state: Any) -> Iterator[dict[str, Any]]:
+    """Yield the positions of consumers in nested states."""
+    if not isinstance(state, Mapping):
+        return
+    if {"consumer", "id", "draw"} <= state.keys():
+        yield {name: state[name] for name in ("consumer", "id", "draw")}
+    for value in state.values():
+        yield from _find_positions(value)
 
 
 def _as_dicts(batch: Any) -> list[Any]:
