@@ -376,6 +376,7 @@ class ReplayBuffer:
         rank: int | None = None,
         world: int | None = None,
         timeout: float = 600.0,
+        prefetch: int | None = None,
     ) -> Consumer:
         """Open a consumer: a reader with a name, whose draws are written down. It is created if it is new.
 
@@ -400,6 +401,8 @@ class ReplayBuffer:
                 1. `batch_size` is the rows of all their parts. Another number than before begins a new
                 generation: the processes of the former one can neither draw nor commit any more.
             timeout: How long a rank other than 0 waits for rank 0, seconds.
+            prefetch: Number of batches that a background thread prepares. Their draws are recorded; the
+                position counts the batches that were returned.
 
         Raises:
             ArgumentError: An argument is not allowed; the sampler draws for something else; the consumer has
@@ -421,7 +424,7 @@ class ReplayBuffer:
         consumer = Consumer(
             name, self._store, self._batches, sampler, others, batch_size=size, as_numpy=self._as_numpy,
             seed=seed, at=at, missing=missing, keep=keep, rank=rank, world=world, timeout=timeout,
-            relabeling=self._sampling.relabeling,
+            prefetch=prefetch, relabeling=self._sampling.relabeling,
         )  # fmt: skip
         self._consumers.append(consumer)
         return consumer
