@@ -12,6 +12,7 @@ import secrets
 import threading
 import weakref
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -96,12 +97,15 @@ class Consumer(StorePart):
         at: Place,
         missing: Missing,
         keep: Keep,
+        lease_rows: int | None,
         relabeling: Relabeling | None = None,
     ) -> None:
         self._folder = _folder_of(store, name)
         self._batch_size, self._as_numpy = batch_size, as_numpy
         self._keep, missing = _check_keep(keep), _check_missing(missing)
         seed = None if seed is None else check_whole("seed", seed, hint="use a number such as 7")
+        if lease_rows is not None and (lease_rows := check_whole("lease_rows", lease_rows)) < 0:
+            raise ArgumentError(f"lease_rows must be at least 0, got {lease_rows}")
         _check_place(at)
         chosen = RandomSampler() if sampler is None else adapt(resolve_part(sampler, "sample"))
         _check_sampler(chosen, others)
@@ -133,6 +137,9 @@ class Consumer(StorePart):
                 self._sampling.relabel_by(relabeling)
             self._sampler.is_followed = bool(batches.transform.steps) or relabeling is not None
             state.number = self._find_number(at)
+            if lease_rows != self._about.lease_rows:
+                self._about = replace(self._about, lease_rows=lease_rows)
+                self._about.save(self._disk, self._folder)
             store.add_part(self)
         except BaseException:
             self._lock.release()
@@ -288,6 +295,8 @@ class Consumer(StorePart):
 
         Raises:
             ArgumentError: It is not a position of this consumer.
+            RowsChangedError: A row of them was deleted or overwritten, its sampler draws each row a fixed
+                number of times, and the consumer does not skip missing rows.
             StateError: The draws after it are not in the log: they were removed, or a power failure took
                 them.
         """
@@ -310,6 +319,7 @@ class Consumer(StorePart):
                 f"{self._log.first} to {self._log.count - 1}",
                 hint="commit() only positions whose checkpoint is safe; keep='all' keeps all draws",
             )
+        self._sampler.check_rows(self._store.storage, number)
         return number
 
     def _number_of(self, position: Position) -> int:
@@ -414,7 +424,7 @@ class Consumers:
         storage = self._store.check_open()
         if storage.path is None or storage.manifest is None:
             return []
-        return describe_consumers(Disk(), storage.path)
+        return describe_consumers(Disk(), storage.path, storage.window.rows)
 
     def drop(self, name: str) -> None:
         """End a consumer: remove its log. A new one of this name begins at draw 0.
@@ -472,11 +482,7 @@ def _check_sampler(sampler: Sampler, others: Collection[Sampler]) -> None:
             f"{sampler!r} already draws for the buffer or another consumer, and keeps its place there",
             hint="give each a sampler of its own, such as copy.copy(sampler)",
         )
-    if isinstance(sampler, ConsumingSampler):
-        raise ArgumentError(
-            f"{sampler!r} counts in the store, not for a consumer; use SamplerWithoutReplacement"
-        )
-    if sampler.hears_writes:
+    if sampler.hears_writes and type(sampler) is not ConsumingSampler:  # which needs it in a buffer only
         raise ArgumentError(
             f"{sampler!r} must be told of each write, which a consumer is not",
             hint="use it in the buffer itself",

@@ -30,12 +30,13 @@ from expstore.buffers.arguments import (
 )
 from expstore.buffers.batch_builder import BatchBuilder
 from expstore.buffers.columns import Columns
-from expstore.buffers.consumer import Consumer, Consumers, Keep, Missing, Place
+from expstore.buffers.consumer import Consumer, Consumers, Keep, Place
 from expstore.buffers.domain_checks import row_text, specs_of
 from expstore.buffers.episodes import Episodes
 from expstore.buffers.indexing import StoredRows
 from expstore.buffers.ingest import Ingest
 from expstore.buffers.prefetch import Request
+from expstore.buffers.recorded_draws import Missing
 from expstore.buffers.recorder import Recorder
 from expstore.buffers.retention import Retention
 from expstore.buffers.row_index import RowIndex
@@ -372,6 +373,7 @@ class ReplayBuffer:
         at: Place = "committed",
         missing: Missing = "raise",
         keep: Keep = "uncommitted",
+        lease_rows: int | None = None,
     ) -> Consumer:
         """Open a consumer: a reader with a name, whose draws are written down. It is created if it is new.
 
@@ -381,7 +383,7 @@ class ReplayBuffer:
         Args:
             name: 1 to 100 letters, digits or `. _ -`.
             sampler: Chooses the rows of new draws: a sampler, its name, or a function that returns it;
-                uniform by default. A `ConsumingSampler` counts in the store and cannot be used.
+                uniform by default. A `ConsumingSampler` counts the draws of this consumer.
             batch_size: Rows per batch; None: the buffer's.
             seed: Seed of the draws of a new consumer; None: the store's.
             at: Where to begin, as for `seek`. Draws that were recorded after the last commit come again,
@@ -390,11 +392,16 @@ class ReplayBuffer:
                 `RowsChangedError`, "skip" to leave it out.
             keep: Which draws the log keeps: "uncommitted" for those after the last `commit`, "all", or the
                 last so many and those after the last `commit`.
+            lease_rows: How many rows that are drawn and not committed a retention policy keeps, if the
+                sampler draws each row a fixed number of times; the newest draws have them. None: a tenth of
+                the rows that samplers see. It replaces the value of earlier openings.
 
         Raises:
             ArgumentError: An argument is not allowed; the sampler draws for something else; the consumer has
                 another seed; `at` is a position of another one.
             LockedError: Another process, or another object of this one, draws for the consumer.
+            RowsChangedError: A row of a draw after `at` was deleted or overwritten, and its sampler draws
+                each row a fixed number of times; `missing="skip"` and `at="end"` open the consumer.
             StateError: The store is in RAM, a version, or closed; the buffer has a sample unit or a rate
                 limiter; the draws after `at` are not kept.
             StorageError: The disk failed, or the store's folder cannot be written to.
@@ -409,7 +416,8 @@ class ReplayBuffer:
         others = [self._sampling.sampler, *(one.sampler for one in self._consumers)]
         consumer = Consumer(
             name, self._store, self._batches, sampler, others, batch_size=size, as_numpy=self._as_numpy,
-            seed=seed, at=at, missing=missing, keep=keep, relabeling=self._sampling.relabeling,
+            seed=seed, at=at, missing=missing, keep=keep, lease_rows=lease_rows,
+            relabeling=self._sampling.relabeling,
         )  # fmt: skip
         self._consumers.append(consumer)
         return consumer
