@@ -132,12 +132,28 @@ def test_rows_that_are_new_in_a_place_come_again_so_often(options: dict[str, Any
     rb.close()
 
 
+def test_rows_that_were_written_while_it_was_closed_come(tmp_path: Path) -> None:
+    with fill(tmp_path / "run.exp", 64, capacity=64) as rb:
+        written = 64
+        for count in (10, 50, 64, 70, 100, 150, 200):
+            with rb.consumer("learner", sampler="consuming", at="end") as c:
+                drain(c)
+            rb.extend(rows(count, written))
+            written += count
+            with rb.consumer("learner", sampler="consuming", at="end") as c:
+                assert len(drain(c)) == min(count, 64)
+
+
 def test_rows_that_leave_the_window_are_remembered(tmp_path: Path) -> None:
     """A later opening has a larger window."""
-    for window, expected in ((64, 64), (1000, 36)):
-        with fill(tmp_path / "run.exp", 100 if window == 64 else 0, window=window) as rb:
-            c = rb.consumer("learner", sampler="consuming", at="end")
-            assert len(drain(c)) == expected
+    with fill(tmp_path / "run.exp", window=64) as rb:
+        c = rb.consumer("learner", sampler="consuming")
+        assert len(drain(c)) == 64
+        rb.extend(rows(50, 100))
+        assert len(drain(c)) == 50
+    with expstore.open(tmp_path / "run.exp", window=1000, batch_size=8) as rb:
+        c = rb.consumer("learner", sampler="consuming", at="end")
+        assert sorted(drain(c)) == list(range(1, 37))
 
 
 def test_only_rows_of_the_condition_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +292,7 @@ def test_counts_are_those_of_the_draws(low: int, tmp_path: Path, monkeypatch: py
             log.close()
             log = DrawLog(Disk(), tmp_path, "a")
         first, counts = log.count_rows()
-        assert first <= oldest + 1
+        assert first == oldest + 1
         found = {first + place: int(count) for place, count in enumerate(counts) if count}
         assert {id: n for id, n in found.items() if id > oldest} == {
             id: n for id, n in expected.items() if id > oldest
@@ -456,6 +472,24 @@ def test_explicit_deletions_and_rings_do_not_wait(tmp_path: Path) -> None:
         with pytest.raises(RowsChangedError, match="draw 0 had rows that were deleted or overwritten"):
             c.seek("committed")
         assert rb.storage.window.low == 900
+
+
+def test_the_warning_comes_once_per_commit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with fill_episodes(tmp_path / "run.exp") as rb, caplog.at_level(logging.WARNING, "expstore"):
+        rb.retention.set(Retain(where="_episode > 5"))
+        c = draw_first(rb, "learner", 4, lease_rows=20)
+        rb.retention.apply()
+        assert (episodes_in(rb), len(caplog.records)) == ([2, *range(6, 11)], 1)
+        for _ in range(4):  # of a new pass: episodes 2 and 6
+            c.sample()
+        rb.retention.apply()
+        assert (episodes_in(rb), len(caplog.records)) == ([*range(6, 11)], 1)
+        c.commit()
+        for _ in range(4):  # episodes 6 and 7
+            c.sample()
+        rb.retention.set(Retain(where="false"))
+        rb.retention.apply()
+        assert (episodes_in(rb), len(caplog.records)) == ([7], 2)
 
 
 @pytest.mark.parametrize("lease_rows", [None, 60])
