@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -108,6 +109,7 @@ class Consumer(StorePart):
         world: int | None,
         timeout: float,
         prefetch: int | None,
+        lease_rows: int | None,
         relabeling: Relabeling | None = None,
         client: DrawClient | None = None,
     ) -> None:
@@ -117,6 +119,8 @@ class Consumer(StorePart):
         self._batch_size, self._as_numpy = batch_size, as_numpy
         self._keep, missing = _check_keep(keep), _check_missing(missing)
         seed = None if seed is None else check_whole("seed", seed, hint="use a number such as 7")
+        if lease_rows is not None:
+            lease_rows = _check_count("lease_rows", lease_rows, "use a number of rows")
         _check_place(at)
         chosen = RandomSampler() if sampler is None else adapt(resolve_part(sampler, "sample"))
         _check_sampler(chosen, others)
@@ -127,7 +131,7 @@ class Consumer(StorePart):
         self._open_copy = partial(
             type(self), name, store, batches, sampler, (), batch_size=batch_size, as_numpy=as_numpy,
             seed=None, at="committed", missing=missing, keep=keep, rank=rank, world=world, timeout=timeout,
-            prefetch=None, relabeling=relabeling,
+            prefetch=None, lease_rows=None, relabeling=relabeling,
         )  # fmt: skip
         #: Held by calls that use the position, and while a batch is built or the log is used.
         self._using, self._building = threading.Lock(), threading.RLock()
@@ -167,6 +171,9 @@ class Consumer(StorePart):
                 self._sampling.relabel_by(relabeling)
             self._sampler.is_followed = bool(batches.transform.steps) or relabeling is not None
             self._at = self._find_number(at)
+            if decides and lease_rows != self._about.lease_rows:
+                self._about = replace(self._about, lease_rows=lease_rows)
+                self._about.save(self._disk, self._folder)
             store.add_part(self)
         except BaseException:
             if self._lock is not None:
@@ -481,6 +488,8 @@ class Consumer(StorePart):
 
         Raises:
             ArgumentError: It is not a position of this consumer.
+            RowsChangedError: A row of them was deleted or overwritten, its sampler draws each row a fixed
+                number of times, and the consumer does not skip missing rows.
             StateError: The draws after it are not in the log: they were removed, or a power failure took
                 them.
         """
@@ -504,6 +513,7 @@ class Consumer(StorePart):
                 f"{self._log.first} to {self._log.count - 1}",
                 hint="commit() only positions whose checkpoint is safe; keep='all' keeps all draws",
             )
+        self._sampler.check_rows(self._store.storage, number)
         return number
 
     def _number_of(self, position: Position) -> int:
@@ -644,7 +654,7 @@ class Consumers:
         storage = self._store.check_open()
         if storage.path is None or storage.manifest is None:
             return []
-        return describe_consumers(Disk(), storage.path)
+        return describe_consumers(Disk(), storage.path, storage.window.rows)
 
     def drop(self, name: str) -> None:
         """End a consumer: remove its log. A new one of this name begins at draw 0.
@@ -704,11 +714,7 @@ def _check_sampler(sampler: Sampler, others: Collection[Sampler]) -> None:
             f"{sampler!r} already draws for the buffer or another consumer, and keeps its place there",
             hint="give each a sampler of its own, such as copy.copy(sampler)",
         )
-    if isinstance(sampler, ConsumingSampler):
-        raise ArgumentError(
-            f"{sampler!r} counts in the store, not for a consumer; use SamplerWithoutReplacement"
-        )
-    if sampler.hears_writes:
+    if sampler.hears_writes and type(sampler) is not ConsumingSampler:  # which needs it in a buffer only
         raise ArgumentError(
             f"{sampler!r} must be told of each write, which a consumer is not",
             hint="use it in the buffer itself",

@@ -44,7 +44,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*completing the draw with replacement"),
 ]
 
-KINDS = {name: make for name, make in SAMPLERS.items() if not name.startswith("consuming")}
+KINDS = SAMPLERS
 
 
 def rows(count: int, start: int = 0) -> TensorDict:
@@ -533,7 +533,9 @@ def test_a_wrong_prefetch_is_refused(rb: Any, prefetch: Any) -> None:
 
 # -- interrupts ------------------------------------------------------------------------------------------
 
-_INTERRUPTED = ("/consumer.py", "/recorded_draws.py", "/draw_log.py")
+_INTERRUPTED = tuple(
+    f"/{name}.py" for name in ("consumer", "recorded_draws", "draw_log", "consuming", "sample_counts")
+)
 
 
 class Interrupt:
@@ -563,15 +565,16 @@ class Interrupt:
         return self._trace
 
 
+@pytest.mark.parametrize("sampler", ["without_replacement", "consuming"])
 @pytest.mark.parametrize("before", [0, 1, 2, 3])  # draws; a file has three
 def test_an_interrupt_at_any_line_loses_no_draw_and_repeats_none(
-    rb: Any, before: int, monkeypatch: pytest.MonkeyPatch
+    rb: Any, before: int, sampler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(draw_log, "SEGMENT_BYTES", 420)
-    expected = draw(rb.consumer("other", sampler="without_replacement"), 20)
+    expected = draw(rb.consumer("other", sampler=sampler), 20)
     at = 1
     while True:
-        c = rb.consumer("learner", sampler="without_replacement", keep="all")
+        c = rb.consumer("learner", sampler=sampler, keep="all")
         draw(c, before)
         with Interrupt(at) as interrupt, suppress(KeyboardInterrupt):
             c.sample()
@@ -627,7 +630,8 @@ def test_arguments(rb: Any, tmp_path: Path) -> None:
         ("a", {"keep": "x"}, "keep must be"),
         ("a", {"keep": -1}, "keep must be"),
         ("a", {"seed": "x"}, "seed must be"),
-        ("a", {"sampler": "consuming"}, "counts in the store"),
+        ("a", {"lease_rows": -1}, "lease_rows must be at least 0"),
+        ("a", {"lease_rows": 0.5}, "lease_rows must be an integer"),
         ("a", {"sampler": rb.sampler}, "already draws for the buffer"),
         ("a", {"at": {"draw": 1}}, "is not a position"),
         ("a", {"at": "begin"}, "'begin' is not a position"),
