@@ -16,6 +16,7 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import ConsumingSampler, Retain
+from expstore.core import tuning
 from expstore.core.values import Selection
 from expstore.disk.files import Disk, File
 from expstore.errors import NotReadyError, RowsChangedError, StorageError
@@ -26,6 +27,12 @@ from tests.support.forks import in_child
 pytestmark = pytest.mark.usefixtures("no_syncs", "no_index_on_close")
 
 SHORT = 600  # bytes of a segment: three draws of 8 rows
+
+
+@pytest.fixture(autouse=True)
+def short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring of 64 rows has 80 slots, so that new rows soon have the slots of older ones."""
+    monkeypatch.setattr(tuning, "SPARE_SLOTS", 16)
 
 
 def rows(count: int, start: int = 0) -> TensorDict:
@@ -379,6 +386,15 @@ def test_retention_keeps_leased_episodes_until_the_commit(policy: dict[str, Any]
         assert episodes_in(rb) == []
 
 
+class OldestRows(expstore.Sampler):
+    """A sampler of the user."""
+
+    leases = True
+
+    def select(self, storage: Any, batch_size: int, generator: np.random.Generator) -> Selection:
+        return Selection(storage.window.ids()[:batch_size])
+
+
 @pytest.mark.parametrize(
     ("make", "leased"),
     [
@@ -387,6 +403,7 @@ def test_retention_keeps_leased_episodes_until_the_commit(policy: dict[str, Any]
         (lambda: expstore.SliceSampler(slice_len=5), False),
         (expstore.SamplerWithoutReplacement, True),
         (ConsumingSampler, True),
+        (OldestRows, True),
         (lambda: expstore.SliceSamplerWithoutReplacement(slice_len=5), True),
         (lambda: expstore.StreamingSliceSampler(slice_len=5), True),
     ],
