@@ -109,11 +109,6 @@ class AdaptedSampler(Sampler):
         """Whether the object draws whole slices of steps."""
         return bool(getattr(self.sampler, "windowed", False))
 
-    @property
-    def leases(self) -> bool:  # type: ignore[override]
-        """Whether a row that the object drew does not come again soon."""
-        return bool(getattr(self.sampler, "leases", False))
-
     def attach(self, storage: ReadView) -> None:
         """Attach the sampler to a storage, and an object that is a `Sampler`, too.
 

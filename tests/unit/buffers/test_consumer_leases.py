@@ -387,12 +387,12 @@ def test_retention_keeps_leased_episodes_until_the_commit(policy: dict[str, Any]
 
 
 class OldestRows(expstore.Sampler):
-    """A sampler of the user, written as for torchrl."""
+    """A sampler of the user."""
 
     leases = True
 
-    def sample(self, storage: Any, batch_size: int) -> Any:  # type: ignore[override]
-        return torch.arange(batch_size), {}
+    def select(self, storage: Any, batch_size: int, generator: np.random.Generator) -> Selection:
+        return Selection(storage.window.ids()[:batch_size])
 
 
 @pytest.mark.parametrize(
