@@ -6,24 +6,20 @@ whether a draw is new or recorded is here.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Literal
-
 import numpy as np
 
 from expstore.core.draw_state import DrawState
 from expstore.core.draws import Draws
-from expstore.core.values import IntArray, Key, Selection, Window
-from expstore.errors import NotReadyError, RowsChangedError
+from expstore.core.values import Key, Selection, Window
+from expstore.errors import NotReadyError
 from expstore.samplers.base import Sampler
 from expstore.samplers.filter import Filter
+from expstore.samplers.given_order import Missing, find_present
 from expstore.storages.format.draw_log import DrawLog
 from expstore.storages.read_view import ReadView
 
 #: The redraw number for the random numbers of transforms that read other steps; draws of rows never reach it.
 _STEPS = 1 << 41
-
-Missing = Literal["raise", "skip"]
 
 
 class RecordedDraws(Sampler):
@@ -124,17 +120,8 @@ class RecordedDraws(Sampler):
 
     def _find_rows_again(self, storage: ReadView) -> Selection:
         recorded = self._log.read(self.number)
-        selection, self._ends = recorded.selection, recorded.ends
-        there = storage.stored.holds(selection.ids)
-        if there.all():
-            return selection
-        if self._missing == "raise":
-            raise _build_changed_error(recorded.number, selection.ids[~there])
-        if not there.any():
-            raise _build_changed_error(recorded.number, selection.ids)
-        info = {key: values[there] for key, values in selection.info.items()}
-        marks = tuple(replace(mark, flags=mark.flags[there]) for mark in selection.marks)
-        return replace(selection, ids=selection.ids[there], info=info, marks=marks)
+        self._ends = recorded.ends
+        return find_present(storage, recorded.selection, f"draw {recorded.number}", self._missing)
 
     def hand_out(self, storage: ReadView, selection: Selection) -> None:
         """Record a new draw, before its batch is returned.
@@ -163,11 +150,3 @@ class RecordedDraws(Sampler):
 
     def __repr__(self) -> str:
         return repr(self._sampler)
-
-
-def _build_changed_error(number: int, ids: IntArray) -> RowsChangedError:
-    which = ", ".join(map(str, ids[:5].tolist())) + (", ..." if ids.size > 5 else "")
-    return RowsChangedError(
-        f"draw {number} had rows that were deleted or overwritten since: {ids.size} (id {which})",
-        hint="missing='skip' leaves them out",
-    )

@@ -232,6 +232,23 @@ class DrawLog:
         with parsing(segment.path):
             return _parse_draw(number, data)
 
+    def __iter__(self) -> Iterator[Draw]:
+        """Yield all draws in the log; each file is read once.
+
+        Raises:
+            CorruptionError: A draw is damaged.
+        """
+        ends = [*(segment.first for segment in self._segments[1:]), self.count]
+        for segment, end in zip(self._segments, ends, strict=False):
+            data = self._disk.read_whole(segment.path)
+            self._scan(segment, data)
+            known = segment.first + len(segment.offsets)
+            if known < end:
+                raise CorruptionError(f"{segment.path} is damaged before draw {known}")
+            for number, at in zip(range(segment.first, end), segment.offsets, strict=False):
+                with parsing(segment.path):
+                    yield _parse_draw(number, data[at : at + _HEADER.unpack_from(data, at)[0]])
+
     def _range(self) -> str:
         return f"draws {self.first} to {self.count - 1}" if self.first < self.count else "no draw"
 
@@ -244,9 +261,9 @@ class DrawLog:
             return False
         return bool(google_crc32c.extend(self._salt, data[at + _FRONT.size : at + size]) == crc)
 
-    def _scan(self, segment: _Segment) -> bool:
+    def _scan(self, segment: _Segment, data: bytes | None = None) -> bool:
         """Find the records of a segment, up to the first that is torn; return whether it has a base."""
-        data = self._disk.read_whole(segment.path)
+        data = self._disk.read_whole(segment.path) if data is None else data
         segment.offsets, at = [], 0
         while self._is_sound(data, at):
             size, _, number, kind, _ = _HEADER.unpack_from(data, at)
@@ -490,9 +507,8 @@ def describe_consumers(disk: Disk, store: Path) -> list[ConsumerInfo]:
 def read_draws(disk: Disk, store: Path) -> Iterator[tuple[str, Draw]]:
     """Yield all draws in the logs of a store's consumers, each with the name of its consumer."""
     for folder, about in find_consumers(disk, store):
-        log = DrawLog(disk, folder, about.id, writes=False)
-        for number in range(log.first, log.count):
-            yield folder.name, log.read(number)
+        for draw in DrawLog(disk, folder, about.id, writes=False):
+            yield folder.name, draw
 
 
 def _find_runs(ids: IntArray) -> IntArray | None:
