@@ -123,7 +123,7 @@ class Consumer(StorePart):
         try:
             self._about = self._find_about(storage, seed)
             self._log = DrawLog(self._disk, self._folder, self._about.id)
-            self._log.cut_after(storage.stored.last)
+            self._log.cut_after(*storage.known_end)
             state = DrawState(self._log.committed, self._log.progress)
             draws = Draws(self._about.seed, _STREAM)
             self._state = state
@@ -171,7 +171,7 @@ class Consumer(StorePart):
 
         Raises:
             NotReadyError: The store is empty, or no more rows may be drawn.
-            RowsChangedError: A row of a recorded draw was deleted or overwritten.
+            RowsChangedError: A row of a recorded draw was changed, deleted or overwritten.
             StateError: The consumer or the store is closed, or belongs to another process.
             StorageError: The draw could not be recorded; it does not count.
         """
@@ -211,7 +211,7 @@ class Consumer(StorePart):
 
         Raises:
             NotFoundError: A draw was not recorded, or is not kept.
-            RowsChangedError: A row of a draw was deleted or overwritten.
+            RowsChangedError: A row of a draw was changed, deleted or overwritten.
         """
         last = self._log.count - 1 if last is None else last
         request = Request(self._batch_size, self._as_numpy if as_numpy is None else as_numpy)

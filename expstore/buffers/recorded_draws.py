@@ -13,11 +13,12 @@ import numpy as np
 
 from expstore.core.draw_state import DrawState
 from expstore.core.draws import Draws
-from expstore.core.values import IntArray, Key, Selection, Window
+from expstore.core.values import Array, IntArray, Key, Selection
 from expstore.errors import NotReadyError, RowsChangedError
 from expstore.samplers.base import Sampler
 from expstore.samplers.filter import Filter
 from expstore.storages.format.draw_log import DrawLog
+from expstore.storages.format.row_changes import ChangedRows
 from expstore.storages.read_view import ReadView
 
 #: The redraw number for the random numbers of transforms that read other steps; draws of rows never reach it.
@@ -34,7 +35,7 @@ class RecordedDraws(Sampler):
         log: Where draws are recorded.
         state: The number of the draw after this one, and the sampler's progress.
         draws: The consumer's random numbers.
-        missing: What happens to rows of a recorded draw that are not there any more.
+        missing: What happens to rows of a recorded draw that are not there any more, or were changed.
     """
 
     def __init__(
@@ -43,7 +44,8 @@ class RecordedDraws(Sampler):
         super().__init__()
         self._sampler, self._log, self._state, self._draws = sampler, log, state, draws
         self._missing = missing
-        self._window = Window(0, 0)  # when the rows were chosen
+        self._seen = 0, 0  # the newest change and the newest id when the rows were chosen
+        self._changed: ChangedRows | None = None
         #: Number of the present draw, and whether it was recorded before; the consumer sets them.
         self.number, self.is_recorded = 0, False
         self._ends = False
@@ -94,12 +96,12 @@ class RecordedDraws(Sampler):
         """Return the rows of the recorded draw, or choose them.
 
         Raises:
-            RowsChangedError: A row of the recorded draw is not there any more.
+            RowsChangedError: A row of the recorded draw was changed, or is not there any more.
         """
         if self.is_recorded:
             chosen = self._find_rows_again(storage)
         else:
-            self._window = storage.window
+            self._seen = storage.last_change, storage.window.last  # before any value is read
             chosen = self._sampler.select(storage, batch_size, generator)
         if self.is_followed:
             # The same generator is used, and must not depend on how many numbers the sampler took.
@@ -125,7 +127,8 @@ class RecordedDraws(Sampler):
     def _find_rows_again(self, storage: ReadView) -> Selection:
         recorded = self._log.read(self.number)
         selection, self._ends = recorded.selection, recorded.ends
-        there = storage.stored.holds(selection.ids)
+        self._seen = recorded.changes, recorded.last
+        there = storage.stored.holds(selection.ids) & ~self._find_changed(storage, selection.ids)
         if there.all():
             return selection
         if self._missing == "raise":
@@ -136,21 +139,31 @@ class RecordedDraws(Sampler):
         marks = tuple(replace(mark, flags=mark.flags[there]) for mark in selection.marks)
         return replace(selection, ids=selection.ids[there], info=info, marks=marks)
 
+    def _find_changed(self, storage: ReadView, ids: IntArray) -> Array:
+        """Return which rows were changed after the draw saw them. Shapes `(n,)`."""
+        assert storage.path is not None, "consumers have a store on disk"
+        if self._changed is None:
+            self._changed = ChangedRows(storage.disk, storage.path)
+        return self._changed.find(ids, self._seen[0], storage.pending_changes)
+
     def hand_out(self, storage: ReadView, selection: Selection) -> None:
-        """Record a new draw, before its batch is returned.
+        """Record a new draw, before its batch is returned; check that no row of a recorded one was changed.
 
         Raises:
+            RowsChangedError: A row of the recorded draw was changed while it was read.
             StorageError: The disk failed; the draw does not count.
         """
         if self.is_recorded:
+            changed = self._find_changed(storage, selection.ids)
+            if changed.any():
+                raise _build_changed_error(self.number, selection.ids[changed])
             return
-        state, window, former = self._state, self._window, self._state.progress
+        state, former = self._state, self._state.progress
+        changes, last = self._seen
         try:
             self._sampler.hand_out(storage, selection)
             self._ends = self._sampler.ran_out
-            self._log.append(
-                selection, low=window.low, last=window.last, progress=state.progress, ends=self._ends
-            )
+            self._log.append(selection, changes=changes, last=last, progress=state.progress, ends=self._ends)
         except BaseException:
             if self._log.count == self.number:  # not if Ctrl-C came after it was recorded
                 state.note_progress(former)
@@ -168,6 +181,6 @@ class RecordedDraws(Sampler):
 def _build_changed_error(number: int, ids: IntArray) -> RowsChangedError:
     which = ", ".join(map(str, ids[:5].tolist())) + (", ..." if ids.size > 5 else "")
     return RowsChangedError(
-        f"draw {number} had rows that were deleted or overwritten since: {ids.size} (id {which})",
+        f"draw {number} had rows that were changed, deleted or overwritten since: {ids.size} (id {which})",
         hint="missing='skip' leaves them out",
     )

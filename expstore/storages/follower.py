@@ -17,6 +17,7 @@ import numpy as np
 
 from expstore.core import tuning
 from expstore.core.draw_state import DrawState
+from expstore.core.parsing import MOST_IDS
 from expstore.core.values import Array, IntArray, Window
 from expstore.disk.files import Disk, ReadingDisk
 from expstore.disk.local_path import local_path
@@ -62,12 +63,18 @@ class _Source:
             known; None: there is no STATE.
         columns: The columns, opened for reading; None: there are no fields yet.
         overlay: Rows that the columns lack.
+        end: The newest id, and the number of the newest record of the journal; large numbers if `live`.
+        fits: Whether STATE is of this store, and from before no restart of the machine.
+        changes: Changes that the file `changes` may lack; None: it lacks none.
     """
 
     live: bool = False
     seen: tuple[int, ...] | None = None
     columns: ReadColumns | None = None
     overlay: Overlay = dataclasses.field(default_factory=Overlay)
+    end: tuple[int, int] = MOST_IDS, MOST_IDS
+    fits: bool = True
+    changes: Sequence[tuple[int, IntArray]] | None = None
 
     def holds(self, view: StateView | None) -> bool:
         """Return whether STATE has not changed since this object was created."""
@@ -310,7 +317,9 @@ class FollowerStorage(ReadView):
             source, found = _Source(True, view[:2], open_columns(self)), None
         else:
             found = replay(self, same_boot=fits)
-            source = _Source(False, view, found.columns, found.overlay)
+            state = found.past.state if found.past is not None else None
+            end = (0, 0) if state is None else (state.last, state.sequence)
+            source = _Source(False, view, found.columns, found.overlay, end, fits, found.changes)
         try:
             if found is None and view is not None and source.columns is not None:
                 source.columns.look(self._slots_of(view.last))
@@ -479,6 +488,22 @@ class FollowerStorage(ReadView):
         if not self._source.live or view is None or tail is None:
             return self._state.stored
         return self._find_stored(view, min(view.last, tail.state.last))
+
+    @property
+    def last_change(self) -> int:
+        """Number of the newest change in place that the columns have."""
+        source = self._source
+        return self._watch.last_change if source.fits else source.end[1]
+
+    @property
+    def known_end(self) -> tuple[int, int]:
+        """The newest id and the number of the newest record; unknown, and large, while a writer runs."""
+        return self._current().end
+
+    @property
+    def pending_changes(self) -> Sequence[tuple[int, IntArray]] | None:
+        """Changes of a writer that did not close the store, which the file `changes` may lack."""
+        return self._source.changes
 
     def _find_stored(self, view: StateView, last: int) -> Window:
         if last > max(self._known, view.retired):  # exclude ids that were never written

@@ -322,6 +322,7 @@ class Checkpointer:
             batch = state.memtable.replaced.begin()
             if batch is None:
                 return
+            has_all, last_change = not state.memtable.replaced.waiting_bytes, state.row_changes.seen
             segments, rotated = state.journal.sync_files(), state.journal.rotated
         self.sync_journal(segments, [state.journal.folder] if rotated else [])
         slots, columns = batch.columns()
@@ -332,6 +333,8 @@ class Checkpointer:
             touched = state.write_column(batch.places[0], slots, values)
         touched |= state.overwrite(slots, batch.places[1:], columns[1:])
         shared.end_change()
+        if has_all:  # not after a failed attempt: newer rows wait for the next one
+            shared.note_changed(last_change)
         with store.locks.episodes:
             state.note_touched(touched, slots)
             state.memtable.replaced.end()

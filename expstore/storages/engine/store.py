@@ -498,6 +498,9 @@ class Store(Storage):
         if state.columns is not None:
             state.columns.check_changeable(places)
         self.snapshot_pin.wait()
+        if state.row_changes.is_long:
+            with self.checkpoints.lock, self.health.guard():
+                state.row_changes.compact(state.stored)
         size = sum(column.nbytes for column in columns)
         most = min(tuning.REPLACED_ROWS_BYTES, tuning.REPLACE_RECORD_BYTES)
         if replaces and self.geometry.slots is not None and 2 * size <= most:
@@ -526,18 +529,20 @@ class Store(Storage):
         state, shared, record = self._state, self.shared, Redo(ids, list(places), columns, replaces)
         number = state.journal.sequence + 1
         body = shelve_body(self.disk, self.path / REDO, number, record.pack(), settle=self.sync)
-        _, pin = self.checkpoints.append_synced(self, Kind.REDO, body)
+        number, pin = self.checkpoints.append_synced(self, Kind.REDO, body)
         slots = self.geometry.slot_of(ids)
-        self.changes.begin()
-        shared.begin_change(slots)
-        try:
-            touched = state.overwrite(slots, places, columns)
-            shared.end_change()  # not after a failure: the values are then unknown
-        except BaseException:
-            state.memtable.replaced.fail(slots, places, columns)
-            raise
-        finally:
-            self.changes.end(slots)
+        with state.row_changes.record(number, ids):
+            self.changes.begin()
+            shared.begin_change(slots)
+            try:
+                touched = state.overwrite(slots, places, columns)
+                shared.end_change()  # not after a failure: the values are then unknown
+            except BaseException:
+                state.memtable.replaced.fail(slots, places, columns)
+                raise
+            finally:
+                self.changes.end(slots)
+        shared.note_changed(number)
         with self.locks.episodes:
             state.note_touched(touched, slots)
         self.checkpoints.release(pin)
@@ -556,11 +561,22 @@ class Store(Storage):
             sequence = checkpoints.append_record(self, Kind.REDO, body)
             if checkpoints.durable:
                 checkpoints.sync_record(state.journal)
-            state.memtable.replaced.add(slots, columns, make_batch)
+            with state.row_changes.record(sequence, ids):
+                state.memtable.replaced.add(slots, columns, make_batch)
         with state.priorities.lock:
             state.priorities.values[slots] = columns[0]
         state.priorities.note_changed(slots)
         self.changes.note(slots)
+
+    @property
+    def last_change(self) -> int:
+        """Number of the newest change in place whose values reads return."""
+        return self._state.row_changes.seen
+
+    @property
+    def known_end(self) -> tuple[int, int]:
+        """The newest id, and the number of the newest record of the journal."""
+        return self._state.stored.last, self._state.journal.sequence
 
     def _note_unsaved(self) -> None:
         """Record that priorities were set, so that a checkpoint follows soon."""
