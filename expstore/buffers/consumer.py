@@ -18,7 +18,7 @@ from typing import Any, Literal, Self
 from expstore.buffers.arguments import resolve_part
 from expstore.buffers.batch_builder import BatchBuilder
 from expstore.buffers.prefetch import Request
-from expstore.buffers.recorded_draws import Missing, RecordedDraws
+from expstore.buffers.recorded_draws import Missing, RecordedDraws, cut_lost_draws
 from expstore.buffers.sampling import Relabeling, Sampling
 from expstore.buffers.store_handle import StoreHandle, StorePart
 from expstore.core.arguments import check_whole
@@ -123,7 +123,7 @@ class Consumer(StorePart):
         try:
             self._about = self._find_about(storage, seed)
             self._log = DrawLog(self._disk, self._folder, self._about.id)
-            self._log.cut_after(*storage.known_end)
+            cut_lost_draws(self._log, storage)
             state = DrawState(self._log.committed, self._log.progress)
             draws = Draws(self._about.seed, _STREAM)
             self._state = state

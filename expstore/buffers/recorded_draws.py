@@ -101,7 +101,7 @@ class RecordedDraws(Sampler):
         if self.is_recorded:
             chosen = self._find_rows_again(storage)
         else:
-            self._seen = storage.last_change, storage.window.last  # before any value is read
+            self._seen = storage.changes.seen, storage.window.last  # before any value is read
             chosen = self._sampler.select(storage, batch_size, generator)
         if self.is_followed:
             # The same generator is used, and must not depend on how many numbers the sampler took.
@@ -144,7 +144,7 @@ class RecordedDraws(Sampler):
         assert storage.path is not None, "consumers have a store on disk"
         if self._changed is None:
             self._changed = ChangedRows(storage.disk, storage.path)
-        return self._changed.find(ids, self._seen[0], storage.pending_changes)
+        return self._changed.find(ids, self._seen[0], storage.changes.pending)
 
     def hand_out(self, storage: ReadView, selection: Selection) -> None:
         """Record a new draw, before its batch is returned; check that no row of a recorded one was changed.
@@ -176,6 +176,13 @@ class RecordedDraws(Sampler):
 
     def __repr__(self) -> str:
         return repr(self._sampler)
+
+
+def cut_lost_draws(log: DrawLog, storage: ReadView) -> None:
+    """Remove draws of rows and changes that a power failure has taken; a writer's opening has done it."""
+    last = storage.stored.last  # first: a follower finds out whether a writer runs
+    if (newest := storage.changes.newest_record) is not None:
+        log.cut_after(last, newest)
 
 
 def _build_changed_error(number: int, ids: IntArray) -> RowsChangedError:

@@ -17,7 +17,6 @@ import numpy as np
 
 from expstore.core import tuning
 from expstore.core.draw_state import DrawState
-from expstore.core.parsing import MOST_IDS
 from expstore.core.values import Array, IntArray, Window
 from expstore.disk.files import Disk, ReadingDisk
 from expstore.disk.local_path import local_path
@@ -63,18 +62,12 @@ class _Source:
             known; None: there is no STATE.
         columns: The columns, opened for reading; None: there are no fields yet.
         overlay: Rows that the columns lack.
-        end: The newest id, and the number of the newest record of the journal; large numbers if `live`.
-        fits: Whether STATE is of this store, and from before no restart of the machine.
-        changes: Changes that the file `changes` may lack; None: it lacks none.
     """
 
     live: bool = False
     seen: tuple[int, ...] | None = None
     columns: ReadColumns | None = None
     overlay: Overlay = dataclasses.field(default_factory=Overlay)
-    end: tuple[int, int] = MOST_IDS, MOST_IDS
-    fits: bool = True
-    changes: Sequence[tuple[int, IntArray]] | None = None
 
     def holds(self, view: StateView | None) -> bool:
         """Return whether STATE has not changed since this object was created."""
@@ -194,21 +187,44 @@ class FollowedChanges:
     """Report which slots another process changed in place.
 
     The changes are read from the control page of a running writer. Without a writer no row changes, and
-    `number` is incremented each time the store is opened again.
+    `number` is incremented each time the store is opened again. What a writer that was killed had changed and
+    not yet written to the columns may count as newer than `seen`.
 
     Threads: any number read; the follower writes, under its lock.
     """
 
-    __slots__ = ("_openings", "_watch")
+    __slots__ = ("_known", "_openings", "_page", "_watch", "newest_record", "pending")
 
     def __init__(self) -> None:
         self._openings = 0
         self._watch: Watch | None = None
+        self._page: Watch | None = None
+        self._known = 0
+        self.newest_record: int | None = None
+        self.pending: Sequence[tuple[int, IntArray]] | None = None
 
-    def follow(self, watch: Watch | None) -> None:
-        """Read the control page of another writer from now on, or none if `watch` is None."""
+    def follow(self, watch: Watch, found: Replay | None, *, live: bool, fits: bool) -> None:
+        """Read another control page from now on.
+
+        Args:
+            watch: The control page.
+            found: What the journal has; None: a writer has it open.
+            live: Whether a writer runs.
+            fits: Whether the page belongs to this store, and was written since the machine started.
+        """
+        past = found.past if found is not None else None
+        self._known = past.state.sequence if past is not None else 0
+        self._page = watch if fits else None
+        self.newest_record = None if live else self._known
+        self.pending = found.changes if found is not None else None
         self._openings += 1
-        self._watch = watch
+        self._watch = watch if live else None
+
+    @property
+    def seen(self) -> int:
+        """Number of the newest change in place that the columns have."""
+        page = self._page
+        return self._known if page is None else page.last_change
 
     @property
     def number(self) -> int:
@@ -317,9 +333,7 @@ class FollowerStorage(ReadView):
             source, found = _Source(True, view[:2], open_columns(self)), None
         else:
             found = replay(self, same_boot=fits)
-            state = found.past.state if found.past is not None else None
-            end = (0, 0) if state is None else (state.last, state.sequence)
-            source = _Source(False, view, found.columns, found.overlay, end, fits, found.changes)
+            source = _Source(False, view, found.columns, found.overlay)
         try:
             if found is None and view is not None and source.columns is not None:
                 source.columns.look(self._slots_of(view.last))
@@ -369,7 +383,8 @@ class FollowerStorage(ReadView):
         self._known = last
         former, self._source = self._source, source
         former.close()
-        self.changes.follow(self._watch if source.live else None)
+        fits = self._watch.fits(self.manifest.uuid, self.manifest.generation)
+        self.changes.follow(self._watch, found, live=source.live, fits=fits)
         self.epochs.note_content()
 
     def _slots_of(self, last: int) -> int:
@@ -488,22 +503,6 @@ class FollowerStorage(ReadView):
         if not self._source.live or view is None or tail is None:
             return self._state.stored
         return self._find_stored(view, min(view.last, tail.state.last))
-
-    @property
-    def last_change(self) -> int:
-        """Number of the newest change in place that the columns have."""
-        source = self._source
-        return self._watch.last_change if source.fits else source.end[1]
-
-    @property
-    def known_end(self) -> tuple[int, int]:
-        """The newest id and the number of the newest record; unknown, and large, while a writer runs."""
-        return self._current().end
-
-    @property
-    def pending_changes(self) -> Sequence[tuple[int, IntArray]] | None:
-        """Changes of a writer that did not close the store, which the file `changes` may lack."""
-        return self._source.changes
 
     def _find_stored(self, view: StateView, last: int) -> Window:
         if last > max(self._known, view.retired):  # exclude ids that were never written

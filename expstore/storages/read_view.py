@@ -24,7 +24,6 @@ from expstore.core.counters import Counters
 from expstore.core.draw_state import DrawState
 from expstore.core.geometry import RingGeometry
 from expstore.core.lock_order import LockOrder
-from expstore.core.parsing import MOST_IDS
 from expstore.core.torchrl_keywords import VoidAttribute
 from expstore.core.torchrl_members import find_member
 from expstore.core.values import Array, IntArray, Ranking, Window
@@ -405,24 +404,6 @@ class ReadView(ABC):
         """The version of rows and fields: data derived from one version is valid for an equal one."""
         epochs = self.epochs
         return ViewVersion(epochs.content, epochs.deleted, epochs.fields, self.changes.number)
-
-    @property
-    def last_change(self) -> int:
-        """Number of the newest change in place whose values reads return: that of its record in the journal.
-
-        0 in RAM, where changes have no numbers.
-        """
-        return 0
-
-    @property
-    def known_end(self) -> tuple[int, int]:
-        """The newest id, and the number of the newest record of the journal; large numbers if unknown."""
-        return MOST_IDS, MOST_IDS
-
-    @property
-    def pending_changes(self) -> Sequence[tuple[int, IntArray]] | None:
-        """Changes in place that the file `changes` may lack, as numbers and ids; None: it lacks none."""
-        return None
 
     # -- reading -----------------------------------------------------------------------------------
 

@@ -159,7 +159,7 @@ def check_reader(at: Path, drawn: list[Seen]) -> None:
 @pytest.mark.guarantee("consumers/changed")
 @pytest.mark.usefixtures("no_syncs")
 @pytest.mark.parametrize("reads", [False, True])
-@pytest.mark.parametrize("cuts", [40, pytest.param(2000, marks=pytest.mark.torture)])
+@pytest.mark.parametrize("cuts", [40, pytest.param(500, marks=pytest.mark.torture)])
 def test_the_power_goes_while_rows_are_changed(
     learner: Learner, reads: bool, cuts: int, tmp_path: Path, long_seed: int, count_cases: Callable[..., None]
 ) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
+from expstore.core.change_log import Changes
 from expstore.core.counters import Counters
 from expstore.core.geometry import RingGeometry
 from expstore.core.lock_order import LockOrder
@@ -59,6 +60,10 @@ class Checkpointable(Protocol):
     @property
     def background(self) -> Hurried:
         """The background work."""
+
+    @property
+    def changes(self) -> Changes:
+        """The record of rows that were changed in place."""
 
     @property
     def manifest(self) -> Manifest:
@@ -322,7 +327,7 @@ class Checkpointer:
             batch = state.memtable.replaced.begin()
             if batch is None:
                 return
-            has_all, last_change = not state.memtable.replaced.waiting_bytes, state.row_changes.seen
+            has_all, last_change = not state.memtable.replaced.waiting_bytes, store.changes.seen
             segments, rotated = state.journal.sync_files(), state.journal.rotated
         self.sync_journal(segments, [state.journal.folder] if rotated else [])
         slots, columns = batch.columns()

@@ -200,7 +200,7 @@ class Opening:
             keys = self._open_keys(past)
             opened.callback(keys.close)
             sequence = past.state.sequence if past else 0
-            row_changes = RowChanges(self._disk, self._path, sequence)
+            row_changes = RowChanges(self._disk, self._path)
             opened.callback(row_changes.close)
             if past is not None:
                 find = None if past.clean else partial(find_changed_ids, past, self._load_redo)

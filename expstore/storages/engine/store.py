@@ -188,6 +188,7 @@ class Store(Storage):
         with self._note_field_change(description.schema):
             self.manifest = opened.manifest
             self._adopt(opened.store)
+            self.changes.seen = opened.store.journal.sequence
             self.checkpoints.restart(opened.store)
             self._describe(description)
         if opened.first:
@@ -542,6 +543,7 @@ class Store(Storage):
                 raise
             finally:
                 self.changes.end(slots)
+        self.changes.seen = number
         shared.note_changed(number)
         with self.locks.episodes:
             state.note_touched(touched, slots)
@@ -563,20 +565,11 @@ class Store(Storage):
                 checkpoints.sync_record(state.journal)
             with state.row_changes.record(sequence, ids):
                 state.memtable.replaced.add(slots, columns, make_batch)
+            self.changes.seen = sequence
         with state.priorities.lock:
             state.priorities.values[slots] = columns[0]
         state.priorities.note_changed(slots)
         self.changes.note(slots)
-
-    @property
-    def last_change(self) -> int:
-        """Number of the newest change in place whose values reads return."""
-        return self._state.row_changes.seen
-
-    @property
-    def known_end(self) -> tuple[int, int]:
-        """The newest id, and the number of the newest record of the journal."""
-        return self._state.stored.last, self._state.journal.sequence
 
     def _note_unsaved(self) -> None:
         """Record that priorities were set, so that a checkpoint follows soon."""

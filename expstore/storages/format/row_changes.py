@@ -49,13 +49,10 @@ class RowChanges(Checkpointed):
     Args:
         disk: The disk on which files are accessed.
         store: The store's folder.
-        seen: Number of the newest record of the journal when the store was opened.
     """
 
-    def __init__(self, disk: Disk, store: Path, seen: int) -> None:
+    def __init__(self, disk: Disk, store: Path) -> None:
         self._disk, self._store, self._path = disk, store, store / CHANGES
-        #: Number of the newest change whose values reads of this process return.
-        self.seen = seen
         self._has_consumers = self._is_new = self._is_dirty = False
         self._file: File | None = None
         self._length = self._compacted = 0
@@ -73,7 +70,6 @@ class RowChanges(Checkpointed):
         yield
         if not is_recorded:
             self._append(number, ids)  # the first consumer may have drawn the former values meanwhile
-        self.seen = number
 
     def _append(self, number: int, ids: IntArray) -> bool:
         """Append a record; return False if there are no consumers."""

@@ -20,7 +20,6 @@ from expstore.storages import ZarrStorage
 from expstore.storages.engine.open_store import OpenStore
 from expstore.storages.engine.store import Store
 from expstore.storages.format import row_changes
-from expstore.storages.read_view import ReadView
 from expstore.writers import TensorDictMaxValueWriter
 from tests.support.forks import in_child
 
@@ -212,7 +211,7 @@ def test_a_change_while_a_recorded_draw_is_read_is_noticed(rb: Any, monkeypatch:
     (ids,) = draw(c, 1)
     read = Store.read
 
-    def change_then_read(storage: ReadView, ids: IntArray, places: Any = None) -> Any:
+    def change_then_read(storage: Store, ids: IntArray, places: Any = None) -> Any:
         monkeypatch.setattr(Store, "read", read)
         change(rb, ids[:1].tolist(), 7)
         return read(storage, ids, places)
