@@ -325,11 +325,11 @@ class RemoteConsumers:
 
 
 def _route(name: str) -> str:
-    if not isinstance(name, str) or not name:
+    if not isinstance(name, str) or not name or name != quote(name, safe=""):
         raise ArgumentError(
-            f"{name!r} is not a name of a consumer", hint="use 1 to 100 letters, digits or . _ -"
+            f"{name!r:.120} is not a name of a consumer", hint="use 1 to 100 letters, digits or . _ -"
         )
-    return f"consumers/{quote(name, safe='')}"
+    return f"consumers/{name}"
 
 
 def _read_place(place: object) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from expstore.disk.files import Disk, File
 from expstore.disk.writer_lock import WriterLock, is_locked
 from expstore.errors import CorruptionError, LockedError, NotFoundError, StateError
 from expstore.storages.format.paths import LOCK
+from expstore.storages.format.ranks import read_committed
 
 #: Folder of the consumers' folders, in a store.
 CONSUMERS = "consumers"
@@ -499,7 +500,8 @@ def describe_consumers(disk: Disk, store: Path) -> list[ConsumerInfo]:
     found = []
     for folder, about in find_consumers(disk, store):
         log, is_open = DrawLog(disk, folder, about.id, writes=False), is_locked(disk, folder / LOCK)
-        found.append(ConsumerInfo(folder.name, log.count, log.committed, log.first, log.size, is_open))
+        committed = read_committed(disk, folder, log.committed)
+        found.append(ConsumerInfo(folder.name, log.count, committed, log.first, log.size, is_open))
     return found
 
 

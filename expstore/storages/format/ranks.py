@@ -159,6 +159,13 @@ def _name(rank: int) -> str:
     return f"commit-{rank}"
 
 
+def read_committed(disk: Disk, folder: Path, floor: int) -> int:
+    """Return how many draws all ranks of a consumer have committed; `floor` is what its log says."""
+    ranks = Ranks(disk, folder, 0, 1)
+    ranks.join()
+    return ranks.committed(floor)
+
+
 def read_generation(disk: Disk, folder: Path) -> tuple[int, int]:
     """Return the generation and its number of ranks; without a file there is one rank."""
     path = folder / _RANKS
