@@ -83,7 +83,7 @@ class _Open:
 class ServedConsumers:
     """The consumers of a served store.
 
-    A consumer is open from `open` until `close`, `drop`, or the end of the buffer, which closes it.
+    A consumer is open from `put` until `close`, `drop`, or the end of the buffer, which closes it.
 
     Threads: any number may use it; requests for one consumer take turns. Processes: the server has the lock
     of an open consumer, so it and programs on its machine exclude each other. Crashes: after a restart no
@@ -111,7 +111,7 @@ class ServedConsumers:
             found.append(dataclasses.asdict(info) | more | {"sampler": one and one.wanted.sampler})
         return found
 
-    def open(self, name: str, wanted: Wanted, client: Client) -> dict[str, Any]:
+    def put(self, name: str, wanted: Wanted, client: Client) -> dict[str, Any]:
         """Open a consumer, and create it if it is new; return where it is.
 
         Rank 0 decides with what it is open; a later request of rank 0 with something else opens it again.

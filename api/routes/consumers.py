@@ -186,7 +186,7 @@ async def open_consumer(store: Store, limits: Limits, consumer: _Name, asked: Op
         asked.batch_size, asked.seed, asked.keep, asked.missing, asked.world,
     )  # fmt: skip
     client = asked.describe()
-    return ConsumerState(**await store.run(lambda: store.consumers.open(consumer, wanted, client)))
+    return ConsumerState(**await store.run(lambda: store.consumers.put(consumer, wanted, client)))
 
 
 @changing.post(

@@ -78,8 +78,8 @@ def test_a_learner_changes_between_a_connection_and_the_folder(path: Path) -> No
     found: list[list[int]] = []
     position: Any = "committed"
     options: Any = {"batch_size": 10}
-    for turn in range(4):
-        if turn % 2:
+    for cycle in range(4):
+        if cycle % 2:
             with expstore.open(path, **options) as rb:
                 sampler = expstore.SamplerWithoutReplacement()
                 with rb.consumer("learner", sampler=sampler, at=position) as c:
