@@ -39,6 +39,7 @@ class Wanted(NamedTuple):
         keep: Which draws the log keeps.
         missing: What happens to rows of a recorded draw that are not there any more.
         world: Number of ranks.
+        lease_rows: How many rows that are drawn and not committed a retention policy keeps; None: a tenth.
     """
 
     sampler: Mapping[str, Any] | None
@@ -48,6 +49,7 @@ class Wanted(NamedTuple):
     keep: Keep
     missing: Missing
     world: int
+    lease_rows: int | None
 
 
 class Client(NamedTuple):
@@ -134,7 +136,7 @@ class ServedConsumers:
             one = self._open.get(name)
             if one is None or (one.wanted != wanted and not client.rank):
                 one = self._reopen(name, wanted, one)
-            return _describe(one, "committed")
+            return _describe(one)
 
     def _reopen(self, name: str, wanted: Wanted, former: _Open | None) -> _Open:
         if former is not None:
@@ -157,7 +159,9 @@ class ServedConsumers:
         sampler = self._make(wanted.sampler or {"kind": "uniform"}, wanted.where)
         options = {field: getattr(wanted, field) for field in Wanted._fields[2:]}
         with self._opening:
-            return self._buffer.consumer(name, sampler=sampler, rank=rank, timeout=_SECONDS, **options)
+            return self._buffer.consumer(
+                name, sampler=sampler, at="end", rank=rank, timeout=_SECONDS, **options
+            )
 
     @contextlib.contextmanager
     def _use(self, name: str, client: Client) -> Iterator[tuple[_Open, Consumer]]:
@@ -222,9 +226,8 @@ class ServedConsumers:
             StateError: Fewer draws were recorded, or more are committed.
         """
         with self._use(name, client) as (one, consumer):
-            consumer.seek("committed")  # a rank finds what rank 0 has recorded since
             consumer.commit({"consumer": name, "id": one.id, "draw": draws})
-            return _describe(one, "committed")
+            return _describe(one)
 
     def close(self, name: str, client: Client) -> None:
         """Let another process draw for a consumer."""
@@ -269,13 +272,15 @@ def _check_client(name: str, client: Client, id: str | None, generation: int) ->
         )
 
 
-def _describe(one: _Open, place: Literal["committed", "end"] | int) -> dict[str, Any]:
-    """Return where a consumer is, and the position of a place."""
+def _describe(one: _Open, place: Literal["committed", "end"] | int | None = None) -> dict[str, Any]:
+    """Return where a consumer is, and the position of a place; None: of the last commit, unchecked."""
     consumer = one.ranks[0]
     consumer.seek("end")
-    draws, position = consumer.position["draw"], consumer.position
-    consumer.seek(position | {"draw": place} if isinstance(place, int) else place)
+    end, committed = consumer.position, consumer.committed
+    if place is not None:
+        consumer.seek(end | {"draw": place} if isinstance(place, int) else place)
+    position = end | {"draw": committed} if place is None else consumer.position
     return {
-        "id": one.id, "draws": draws, "committed": consumer.committed, "position": consumer.position,
+        "id": one.id, "draws": end["draw"], "committed": committed, "position": position,
         "world": one.wanted.world, "generation": one.generation,
     }  # fmt: skip

@@ -25,19 +25,21 @@ GAMMA = 0.95
 
 
 def collect(rb: Any, count: int) -> None:
-    """Append transitions of CartPole under random actions until the store has had `count`."""
-    if rb.write_count >= count:
+    """Append transitions of CartPole under random actions, all or none, until the store has had `count`."""
+    first, steps = rb.write_count, []
+    if first >= count:
         return  # collected before a kill
-    environment, rng = gym.make("CartPole-v1"), np.random.default_rng(rb.write_count)
-    observation, _ = environment.reset(seed=rb.write_count)
-    rb.episodes.end("random")
-    while rb.write_count < count:
+    environment, rng = gym.make("CartPole-v1"), np.random.default_rng(first)
+    observation, _ = environment.reset(seed=first)
+    for _ in range(first, count):
         after, reward, terminated, truncated, _ = environment.step(int(rng.integers(2)))
         done = terminated or truncated
         following = {"observation": after, "reward": float(reward), "terminated": terminated, "done": done}
-        rb.add({"observation": observation, "next": following}, source="random")
+        steps.append({"observation": observation, "next": following})
         observation = environment.reset()[0] if done else after
     environment.close()
+    rb.episodes.end("random")
+    rb.extend(steps, source="random")  # at once: a kill in the middle would change what follows
 
 
 class Learner:

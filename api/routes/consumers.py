@@ -75,6 +75,10 @@ class OpenRequest(ConsumerClient):
     missing: Literal["raise", "skip"] = Field(
         "raise", description="Whether a recorded draw fails if a row was deleted, or comes without it."
     )
+    lease_rows: _Count | None = Field(
+        None,
+        description="Rows that are drawn and not committed which a retention policy keeps; null: a tenth.",
+    )
 
 
 class DrawRequest(ConsumerClient):
@@ -130,7 +134,7 @@ class KnownConsumer(BaseModel):
         json_schema_extra={
             "examples": [
                 {"name": "learner", "draws": 10, "committed": 8, "first": 0, "log_bytes": 1500,
-                 "is_open": True, "world": 1, "sampler": {"kind": "without_replacement"}}
+                 "is_open": True, "leased": 0, "world": 1, "sampler": {"kind": "without_replacement"}}
             ]
         },
     )  # fmt: skip
@@ -141,6 +145,7 @@ class KnownConsumer(BaseModel):
     first: int = Field(description="Number of the oldest draw in its log.")
     log_bytes: int = Field(description="Length of its log in bytes.")
     is_open: bool = Field(description="Whether a process draws for it, this server or another one.")
+    leased: int = Field(description="Number of rows that a retention policy keeps for it.")
     world: int = Field(description="Number of clients or processes that share the batches.")
     sampler: dict[str, Any] | None = Field(
         description="Its sampler, if it is open on this server and not uniform."
@@ -183,7 +188,7 @@ async def open_consumer(store: Store, limits: Limits, consumer: _Name, asked: Op
         raise Refusal(422, f"batch_size is at most {limits.max_rows}")
     wanted = Wanted(
         None if asked.sampler is None else asked.sampler.describe(asked.where), asked.where,
-        asked.batch_size, asked.seed, asked.keep, asked.missing, asked.world,
+        asked.batch_size, asked.seed, asked.keep, asked.missing, asked.world, asked.lease_rows,
     )  # fmt: skip
     client = asked.describe()
     return ConsumerState(**await store.run(lambda: store.consumers.put(consumer, wanted, client)))

@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -20,14 +21,14 @@ from typing import Any, Literal, Self
 from expstore.buffers.arguments import resolve_part
 from expstore.buffers.batch_builder import BatchBuilder
 from expstore.buffers.draw_server import DrawClient, DrawServer, Question
-from expstore.buffers.prefetch import Request
+from expstore.buffers.prefetch import Made, Prefetcher, Request
 from expstore.buffers.recorded_draws import Missing, RecordedDraws
 from expstore.buffers.sampling import Relabeling, Sampling
 from expstore.buffers.store_handle import StoreHandle, StorePart
 from expstore.buffers.torch_dataset import ConsumerDataset
 from expstore.core.arguments import check_whole
 from expstore.core.draw_state import DrawState
-from expstore.core.draws import Draws
+from expstore.core.draws import DrawNumber, Draws
 from expstore.core.values import Selection
 from expstore.disk.files import Disk
 from expstore.disk.writer_lock import WriterLock
@@ -107,6 +108,8 @@ class Consumer(StorePart):
         rank: int | None,
         world: int | None,
         timeout: float,
+        prefetch: int | None,
+        lease_rows: int | None,
         relabeling: Relabeling | None = None,
         client: DrawClient | None = None,
     ) -> None:
@@ -116,6 +119,8 @@ class Consumer(StorePart):
         self._batch_size, self._as_numpy = batch_size, as_numpy
         self._keep, missing = _check_keep(keep), _check_missing(missing)
         seed = None if seed is None else check_whole("seed", seed, hint="use a number such as 7")
+        if lease_rows is not None:
+            lease_rows = _check_count("lease_rows", lease_rows, "use a number of rows")
         _check_place(at)
         chosen = RandomSampler() if sampler is None else adapt(resolve_part(sampler, "sample"))
         _check_sampler(chosen, others)
@@ -126,10 +131,13 @@ class Consumer(StorePart):
         self._open_copy = partial(
             type(self), name, store, batches, sampler, (), batch_size=batch_size, as_numpy=as_numpy,
             seed=None, at="committed", missing=missing, keep=keep, rank=rank, world=world, timeout=timeout,
-            relabeling=relabeling,
+            prefetch=None, lease_rows=None, relabeling=relabeling,
         )  # fmt: skip
-        self._using = threading.Lock()
-        self._process = os.getpid()
+        #: Held by calls that use the position, and while a batch is built or the log is used.
+        self._using, self._building = threading.Lock(), threading.RLock()
+        ahead = _check_count("prefetch", 0 if prefetch is None else prefetch, "use a number of batches")
+        self._prefetcher = Prefetcher(ahead) if ahead else None
+        self._process, self._is_parents, self.closed = os.getpid(), False, False
         storage = store.check_open()
         self._disk = storage.disk if storage.can_write else Disk()
         if isinstance(at, Mapping) and not rank and About.load(self._disk, self._folder) is None:
@@ -162,14 +170,16 @@ class Consumer(StorePart):
             if relabeling is not None:
                 self._sampling.relabel_by(relabeling)
             self._sampler.is_followed = bool(batches.transform.steps) or relabeling is not None
-            state.number = self._find_number(at)
+            self._at = self._find_number(at)
+            if decides and lease_rows != self._about.lease_rows:
+                self._about = replace(self._about, lease_rows=lease_rows)
+                self._about.save(self._disk, self._folder)
             store.add_part(self)
         except BaseException:
             if self._lock is not None:
                 self._lock.release()
             raise
         self._end = weakref.finalize(self, _release, self._log, self._ranks, self._lock, self._process)
-        self.closed = False
 
     def _take_lock(self) -> WriterLock:
         self._disk.make_dir(self._folder)
@@ -215,6 +225,7 @@ class Consumer(StorePart):
         """
         until, pause = time.monotonic() + self._timeout, 5e-5
         while not is_ready():
+            self._check_usable()
             if time.monotonic() > until:
                 raise NotReadyError(
                     f"rank {self._ranks.rank} of consumer {self.name!r} has waited {self._timeout:g} s for "
@@ -244,25 +255,30 @@ class Consumer(StorePart):
         """
         request = Request(self._batch_size, self._as_numpy if as_numpy is None else as_numpy)
         with self._using:
-            batch, rows = self._next(request)
+            self._check_usable()
+            if self._prefetcher is None:
+                batch, rows = self._build(self._at, request)
+                self._at += 1
+            else:
+                made = self._prefetcher.next(_Ahead(self), request)
+                batch, rows = made.batch, made.selection
         if not return_info:
             return batch
         return batch, self._batches.info(self._store.storage, rows, batch, as_numpy=request.as_numpy)
 
-    def _next(self, request: Request) -> tuple[Any, Selection]:
-        """Draw; the lock is held. If it fails, the draw comes again."""
-        self._check_usable()
-        number, sampler = self._state.number, self._sampler
-        sampler.number = number
-        try:
-            if not self._is_plain:
-                self._prepare(number)
-            sampler.is_recorded = number < self._log.count
-            return self._sampling.next(request)
-        except BaseException:
-            self._state.number = number
-            self._sampler.rewind(self._store.storage)
-            raise
+    def _build(self, number: int, request: Request) -> tuple[Any, Selection]:
+        """Return the batch of a draw, which is recorded if it is new. If this fails, the draw comes again."""
+        with self._building:
+            sampler = self._sampler
+            self._state.number = sampler.number = number
+            try:
+                if not self._is_plain:
+                    self._prepare(number)
+                sampler.is_recorded = number < self._log.count
+                return self._sampling.next(request)
+            except BaseException:
+                sampler.rewind(self._store.storage)
+                raise
 
     def _prepare(self, number: int) -> None:
         """Let a draw be recorded, and its rows be readable, before this rank builds its part."""
@@ -289,26 +305,25 @@ class Consumer(StorePart):
 
     def _decide_through(self, number: int) -> None:
         """Record draws, without building their batches, until this one is recorded."""
-        self._check_usable()
         if number > self._log.count + _AHEAD:
             raise ArgumentError(
                 f"draw {number} of consumer {self.name!r} is too far after the last recorded one, "
                 f"{self._log.count - 1}"
             )
-        present, sampler = self._state.number, self._sampler
-        try:
-            while (following := self._log.count) <= number:
-                self._state.number = sampler.number = following
-                sampler.decide(self._store.storage, self._batch_size)
-        finally:
-            self._state.number = present
+        present = self._state.number
+        while (following := self._log.count) <= number:
+            self._state.number = self._sampler.number = following
+            self._sampler.decide(self._store.storage, self._batch_size)
+        self._state.number = self._sampler.number = present
 
     def __iter__(self) -> Iterator[Any]:
         """Yield batches, without end or until the sampler has no more rows."""
         while True:
             yield self.sample()
-            if self._sampler.ran_out:
-                return
+            with self._building:
+                prefetches = self._prefetcher is not None
+                if self._log.read(self._at - 1).ends if prefetches else self._sampler.ran_out:
+                    return
 
     def replay(self, first: int, last: int | None = None, *, as_numpy: bool | None = None) -> Iterator[Any]:
         """Yield the batches of recorded draws; the position does not change.
@@ -345,15 +360,11 @@ class Consumer(StorePart):
             RowsChangedError: A row of the draw was deleted or overwritten.
         """
         request = Request(self._batch_size, self._as_numpy if as_numpy is None else as_numpy)
-        with self._using:
-            present = self._state.number
+        with self._building:
+            self._check_usable()
             if self._decides and number > self._log.count:
                 self._decide_through(number)
-            self._state.number = number
-            try:
-                return self._next(request)[0]
-            finally:
-                self._state.number = present
+            return self._build(number, request)[0]
 
     def to_torch_dataset(self) -> ConsumerDataset:
         """Return the batches as a data set of torch, for a `DataLoader` with any number of workers.
@@ -377,9 +388,10 @@ class Consumer(StorePart):
     def _answer(self, question: Question) -> None:
         """Do what a worker of a DataLoader asks for."""
         kind, number = question
-        with self._using:
+        with self._building:
+            self._check_usable()
             if kind == "end":
-                self._state.number = max(self._state.number, number)
+                self._at = max(self._at, number)
             elif self._decides:
                 self._decide_through(number)
 
@@ -401,12 +413,12 @@ class Consumer(StorePart):
     @property
     def position(self) -> dict[str, Any]:
         """The place between the last returned batch and the next one: a value that JSON can store."""
-        return {"consumer": self.name, "id": self._about.id, "draw": self._state.number}
+        return {"consumer": self.name, "id": self._about.id, "draw": self._at}
 
     @property
     def replaying(self) -> bool:
         """Whether the next batch was recorded before; in a rank other than 0, whether rank 0 has drawn it."""
-        return self._state.number < (self._log.count if self._decides else self._log.follow())
+        return self._at < (self._log.count if self._decides else self._log.follow())
 
     @property
     def committed(self) -> int:
@@ -434,25 +446,29 @@ class Consumer(StorePart):
             self._check_usable()
             if position is not None:
                 _check_position(position)
-            count = self._state.number if position is None else self._number_of(position)
-            former = self._log.committed
-            if self._ranks.world > 1:
-                self._ranks.check()
-                former = self._ranks.committed_here(former)
-            if not former <= count <= self._log.count:
-                raise StateError(
-                    f"cannot commit draw {count} of consumer {self.name!r}: {former} draws are committed, "
-                    f"and {self._log.count} were recorded"
-                )
             storage = self._store.storage
             if storage.can_write:
                 storage.writer().sync()  # a power failure cuts draws that saw rows which it takes
-            if self._ranks.world > 1:
-                self._commit_rank(count)
-            else:
-                self._log.commit(count)
-                self._log.sync()
-            self._tidy()
+            with self._building:
+                self._commit(self._at if position is None else self._number_of(position))
+
+    def _commit(self, count: int) -> None:
+        log, former, is_shared = self._log, self._log.committed, self._ranks.world > 1
+        if is_shared:
+            self._ranks.check()
+            log.follow()
+            former = self._ranks.committed_here(former)
+        if not former <= count <= log.count:
+            raise StateError(
+                f"cannot commit draw {count} of consumer {self.name!r}: {former} draws are committed, and "
+                f"{log.count} were recorded"
+            )
+        if is_shared:
+            self._commit_rank(count)
+        else:
+            log.commit(count)
+            log.sync()
+        self._tidy()
 
     def _commit_rank(self, count: int) -> None:
         """Commit for this rank; what all ranks have committed is also written to the log, by rank 0."""
@@ -473,14 +489,17 @@ class Consumer(StorePart):
 
         Raises:
             ArgumentError: It is not a position of this consumer.
+            RowsChangedError: A row of them was deleted or overwritten, its sampler draws each row a fixed
+                number of times, and the consumer does not skip missing rows.
             StateError: The draws after it are not in the log: they were removed, or a power failure took
                 them.
         """
         with self._using:
             self._check_usable()
-            number = self._find_number(position)
-            self._sampler.rewind(self._store.storage)
-            self._state.number = number
+            with self._building:
+                self._at = self._find_number(position)
+            if self._prefetcher is not None:
+                self._prefetcher.drop(_Ahead(self))
 
     def _find_number(self, place: Place) -> int:
         """Return the number of the draw at a position, for `seek`."""
@@ -495,6 +514,7 @@ class Consumer(StorePart):
                 f"{self._log.first} to {self._log.count - 1}",
                 hint="commit() only positions whose checkpoint is safe; keep='all' keeps all draws",
             )
+        self._sampler.check_rows(self._store.storage, number)
         return number
 
     def _number_of(self, position: Position) -> int:
@@ -520,29 +540,33 @@ class Consumer(StorePart):
         Raises:
             StorageError: The disk failed.
         """
-        with self._using:
+        with self._building:
             self._check_usable()
             self._log.sync()
 
     def close(self) -> None:
         """Sync the log and let another process draw for this consumer; a second call does nothing."""
+        if self.closed or os.getpid() != self._process:
+            return
+        self.closed = True  # this ends waits for rank 0
         with self._using:
-            if self.closed or os.getpid() != self._process:
-                return
-            self.closed = True
             if self._server is not None:
                 self._server.close()
-            try:
-                self._sampling.close()
-            finally:
-                self._end()
+            if self._prefetcher is not None:
+                self._prefetcher.close(_Ahead(self))
+            with self._building:
+                try:
+                    self._sampling.close()
+                finally:
+                    self._end()
 
     def attach(self, storage: ReadView) -> None:
         """Draw from a storage from now on."""
         self._sampling.attach(storage)
 
     def leave_parent(self) -> None:
-        """Do nothing: the parent's consumer cannot be used in a forked child."""
+        """Refuse to be used from now on: this is a forked child, and the consumer is the parent's."""
+        self._is_parents = True
 
     def before_fork(self) -> None:
         """Pause the evaluation of the sampler's conditions."""
@@ -555,7 +579,7 @@ class Consumer(StorePart):
     def _check_usable(self) -> None:
         if self.closed:
             raise StateError(f"consumer {self.name!r} is closed")
-        if os.getpid() != self._process:
+        if self._is_parents:
             raise StateError(
                 f"consumer {self.name!r} belongs to process {self._process}, from which this one was forked",
                 hint="open the store and the consumer in the process that draws",
@@ -576,8 +600,38 @@ class Consumer(StorePart):
         )
 
     def __repr__(self) -> str:
-        state = "closed" if self.closed else f"at draw {self._state.number} of {self._log.count}"
+        state = "closed" if self.closed else f"at draw {self._at} of {self._log.count}"
         return f"Consumer({self.name!r}, {self._sampler!r}, batch_size={self._batch_size}, {state})"
+
+
+class _Ahead:
+    """What a `Prefetcher` asks of a consumer; a recorded draw's batch that was built stays valid."""
+
+    def __init__(self, consumer: Consumer) -> None:
+        self._consumer = consumer
+
+    def draw_ahead(self, number: int) -> DrawNumber:
+        """Return the draw of the batch after `number` prefetched batches."""
+        return self._consumer._at + number, 0
+
+    def make(self, draw: DrawNumber, request: Request, instead: Selection | None = None) -> Made:
+        """Make the batch of a draw."""
+        return Made(*self._consumer._build(draw[0], request), None)
+
+    def stands(self, made: Made | None) -> bool:
+        """Return True: no batch becomes stale."""
+        return True
+
+    def readable(self, made: Made) -> bool:
+        """Return True: the rows were complete when the batch was built."""
+        return True
+
+    def hand_out(self, made: Made) -> None:
+        """Count the oldest prefetched batch as returned."""
+        self._consumer._at += 1
+
+    def give_back(self) -> None:
+        """Do nothing: draws whose batches were not returned are in the log."""
 
 
 class Consumers:
@@ -601,7 +655,7 @@ class Consumers:
         storage = self._store.check_open()
         if storage.path is None or storage.manifest is None:
             return []
-        return describe_consumers(Disk(), storage.path)
+        return describe_consumers(Disk(), storage.path, storage.window.rows)
 
     def drop(self, name: str) -> None:
         """End a consumer: remove its log. A new one of this name begins at draw 0.
@@ -661,11 +715,7 @@ def _check_sampler(sampler: Sampler, others: Collection[Sampler]) -> None:
             f"{sampler!r} already draws for the buffer or another consumer, and keeps its place there",
             hint="give each a sampler of its own, such as copy.copy(sampler)",
         )
-    if isinstance(sampler, ConsumingSampler):
-        raise ArgumentError(
-            f"{sampler!r} counts in the store, not for a consumer; use SamplerWithoutReplacement"
-        )
-    if sampler.hears_writes:
+    if sampler.hears_writes and type(sampler) is not ConsumingSampler:  # which needs it in a buffer only
         raise ArgumentError(
             f"{sampler!r} must be told of each write, which a consumer is not",
             hint="use it in the buffer itself",
@@ -700,6 +750,10 @@ def _check_timeout(timeout: float) -> float:
 def _check_keep(keep: Keep) -> Keep:
     if keep in ("uncommitted", "all"):
         return keep
-    if (count := check_whole("keep", keep, hint="'uncommitted', 'all', or a number of draws")) < 0:
-        raise ArgumentError(f"keep must be at least 0, got {count}")
+    return _check_count("keep", keep, "'uncommitted', 'all', or a number of draws")
+
+
+def _check_count(name: str, value: Any, hint: str) -> int:
+    if (count := check_whole(name, value, hint=hint)) < 0:
+        raise ArgumentError(f"{name} must be at least 0, got {count}", hint=hint)
     return count

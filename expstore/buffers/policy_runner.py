@@ -11,17 +11,20 @@ import os
 import threading
 import time
 import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from expstore.core import tuning
+from expstore.core.id_set import IdSet
 from expstore.core.retention_policy import Retain
 from expstore.core.values import IntArray
 from expstore.episodes.fragments import all_ids
 from expstore.errors import ExpStoreError, StateError
 from expstore.storages.capabilities import GivenUp
 from expstore.storages.capabilities import Retention as Deletion
+from expstore.storages.format.draw_log import Leases, find_leases
 from expstore.storages.read_view import ReadView
 
 if TYPE_CHECKING:
@@ -62,6 +65,7 @@ class PolicyRunner:
         self._lock = storage.locks.order.rank_lock("retention", threading.Lock())
         self._filter: Filter | None = None
         self._told = ""  # the last problem that was logged
+        self._warned: dict[Path, int] = {}  # consumers whose leases ended, and their committed draws then
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -116,7 +120,7 @@ class PolicyRunner:
             filter.fields(self._storage)
 
     def apply(self, policy: Retain, *, dry_run: bool = False) -> GivenUp:
-        """Delete the rows that a policy does not keep.
+        """Delete the rows that a policy does not keep and that no consumer has leased.
 
         Args:
             policy: Which rows are kept.
@@ -131,7 +135,7 @@ class PolicyRunner:
             storage = self._storage
             if storage.schema is None or not policy:
                 return GivenUp()
-            return self.delete(self._find(policy), dry_run=dry_run)
+            return self.delete(self._leave_leased(self._find(policy), dry_run), dry_run=dry_run)
 
     def delete(self, episodes: IntArray, *, dry_run: bool = False) -> GivenUp:
         """Delete the rows of ended episodes.
@@ -165,6 +169,40 @@ class PolicyRunner:
             going |= self._find_surplus(policy.bytes, episodes, going)
         found: IntArray = episodes[going]
         return found
+
+    def _leave_leased(self, episodes: IntArray, dry_run: bool) -> IntArray:
+        """Return the episodes that have no leased rows. Shapes `(n,)`."""
+        storage = self._storage
+        if not episodes.size or storage.path is None:
+            return episodes
+        leases = list(find_leases(storage.disk, storage.path, storage.window.rows))
+        if not leases:
+            return episodes
+        fragments, places = self._fragments(episodes)
+        ids, owners = all_ids(fragments), np.repeat(places, fragments[2])
+        kept = np.zeros(episodes.size, np.bool_)
+        kept[owners[np.isin(ids, np.concatenate([one.ids for one in leases]))]] = True
+        if not dry_run:
+            self._warn(leases, IdSet.of_ids(ids[~kept[owners]]))
+        return episodes[~kept]
+
+    def _warn(self, leases: list[Leases], gone: IdSet) -> None:
+        """Log, once for each consumer and commit, that rows of uncommitted draws are deleted."""
+        for one in leases:
+            committed = one.log.committed
+            if self._warned.get(one.folder) == committed:
+                continue
+            for number, ids in one.ended:
+                if gone.holds(ids).any():
+                    self._warned[one.folder] = committed
+                    _log.warning(
+                        "the retention policy deletes rows of draw %d of consumer %r, which cannot go back "
+                        "before it: it has drawn more rows than its lease_rows since its last commit; "
+                        "commit more often, or open it with a larger lease_rows",
+                        number,
+                        one.folder.name,
+                    )
+                    break
 
     def _fragments(self, episodes: IntArray) -> tuple[IntArray, IntArray]:
         """Return the fragments of episodes, and the position of each fragment's episode in the argument."""

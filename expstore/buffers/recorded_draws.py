@@ -13,11 +13,13 @@ import numpy as np
 
 from expstore.core.draw_state import DrawState
 from expstore.core.draws import Draws
-from expstore.core.values import IntArray, Key, Selection, Window
+from expstore.core.values import IntArray, Key, Selection
 from expstore.errors import NotReadyError, RowsChangedError
 from expstore.samplers.base import Sampler
+from expstore.samplers.consuming import ConsumingSampler
 from expstore.samplers.filter import Filter
-from expstore.storages.format.draw_log import DrawLog
+from expstore.storages.columns.sample_counts import ConsumerCounts
+from expstore.storages.format.draw_log import DrawLog, Use
 from expstore.storages.read_view import ReadView
 
 #: The redraw number for the random numbers of transforms that read other steps; draws of rows never reach it.
@@ -56,13 +58,16 @@ class RecordedDraws(Sampler):
         self._sampler, self._log, self._state, self._draws = sampler, log, state, draws
         self._missing, self._rank, self._world = missing, rank, world
         self._decides = decides
-        self._window = Window(0, 0)  # when the rows were chosen
         #: Number of the present draw, and whether it was recorded before; the consumer sets them.
         self.number, self.is_recorded = 0, False
         self._ends = False
         #: Whether what follows the choice of rows uses random numbers.
         self.is_followed = False
         self.prioritized, self.windowed = sampler.prioritized, sampler.windowed
+        self._use = Use.LEASED if sampler.leases else Use.NONE
+        if isinstance(sampler, ConsumingSampler):
+            self._use |= Use.COUNTED
+        self._counted = -1  # number of draws in the counts that the sampler has; -1: unknown
 
     @property
     def reads(self) -> frozenset[Key]:
@@ -81,12 +86,23 @@ class RecordedDraws(Sampler):
     def attach(self, storage: ReadView) -> None:
         """Continue where the last recorded draw ended."""
         if self._decides:
+            self._counted = -1
+            self._count(storage)
             self._sampler.attach(storage)
 
+    def _count(self, storage: ReadView) -> None:
+        """Give a sampler that counts the counts of all recorded draws, unless it has them."""
+        if isinstance(self._sampler, ConsumingSampler) and self._counted != self._log.count:
+            counts = ConsumerCounts(storage.geometry, storage.stored.last, *self._log.count_rows())
+            self._sampler.count_in(counts)
+            self._counted = self._log.count
+
     def detach(self) -> None:
-        """Stop evaluating the filter."""
+        """Stop evaluating the filter, and counting for the consumer."""
         if self._decides:
             self._sampler.detach()
+        if isinstance(self._sampler, ConsumingSampler):
+            self._sampler.count_in(None)
 
     def refresh(self, storage: ReadView) -> None:
         """Evaluate `where` and `weight` for all rows and episodes as they are now."""
@@ -94,7 +110,10 @@ class RecordedDraws(Sampler):
 
     def count_left(self, storage: ReadView) -> int:
         """Return the number of rows that can still be drawn, at least 1 while recorded draws come again."""
-        return 1 if self.is_recorded else self._sampler.count_left(storage)
+        if self.is_recorded:
+            return 1
+        self._count(storage)
+        return self._sampler.count_left(storage)
 
     def build_no_rows_error(self, storage: ReadView) -> NotReadyError:
         """Return the error for a draw that finds no row."""
@@ -114,7 +133,6 @@ class RecordedDraws(Sampler):
         if self.is_recorded:
             chosen = self._find_rows_again(storage)
         else:
-            self._window = storage.window
             chosen = self._sampler.select(storage, batch_size, generator)
         if self.is_followed:
             # The same generator is used, and must not depend on how many numbers the sampler took.
@@ -183,18 +201,39 @@ class RecordedDraws(Sampler):
         """
         if self.is_recorded:
             return
-        state, window, former = self._state, self._window, self._state.progress
+        state, former, stored = self._state, self._state.progress, storage.stored
+        self._counted = -1  # an interruption may leave the rows counted or not
         try:
             self._sampler.hand_out(storage, selection)
             self._ends = self._sampler.ran_out
             self._log.append(
-                selection, low=window.low, last=window.last, progress=state.progress, ends=self._ends
+                selection,
+                low=stored.low,
+                last=stored.last,
+                progress=state.progress,
+                ends=self._ends,
+                use=self._use,
             )
+            self._counted = self._log.count
         except BaseException:
             if self._log.count == self.number:  # not if Ctrl-C came after it was recorded
                 state.note_progress(former)
                 self._sampler.attach(storage)
             raise
+
+    def check_rows(self, storage: ReadView, number: int) -> None:
+        """Check that the draws from number `number` on that lease their rows can come again.
+
+        Raises:
+            RowsChangedError: A row of them is not there any more, and such rows are not to be left out.
+        """
+        if self._missing == "raise":
+            gone = None
+            for draw, ids in self._log.read_leased(number):
+                if not (there := storage.stored.holds(ids)).all():
+                    gone = draw, ids[~there]
+            if gone is not None:
+                raise _build_changed_error(*gone)
 
     def rewind(self, storage: ReadView) -> None:
         """Discard selections that were made after the last one that was returned."""
@@ -208,7 +247,7 @@ def _build_changed_error(number: int, ids: IntArray) -> RowsChangedError:
     which = ", ".join(map(str, ids[:5].tolist())) + (", ..." if ids.size > 5 else "")
     return RowsChangedError(
         f"draw {number} had rows that were deleted or overwritten since: {ids.size} (id {which})",
-        hint="missing='skip' leaves them out",
+        hint="open the consumer with missing='skip' to leave them out, or with at='end' for new draws only",
     )
 
 

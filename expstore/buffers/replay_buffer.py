@@ -376,6 +376,8 @@ class ReplayBuffer:
         rank: int | None = None,
         world: int | None = None,
         timeout: float = 600.0,
+        prefetch: int | None = None,
+        lease_rows: int | None = None,
     ) -> Consumer:
         """Open a consumer: a reader with a name, whose draws are written down. It is created if it is new.
 
@@ -385,7 +387,7 @@ class ReplayBuffer:
         Args:
             name: 1 to 100 letters, digits or `. _ -`.
             sampler: Chooses the rows of new draws: a sampler, its name, or a function that returns it;
-                uniform by default. A `ConsumingSampler` counts in the store and cannot be used.
+                uniform by default. A `ConsumingSampler` counts the draws of this consumer.
             batch_size: Rows per batch; None: the buffer's.
             seed: Seed of the draws of a new consumer; None: the store's.
             at: Where to begin, as for `seek`. Draws that were recorded after the last commit come again,
@@ -400,11 +402,18 @@ class ReplayBuffer:
                 1. `batch_size` is the rows of all their parts. Another number than before begins a new
                 generation: the processes of the former one can neither draw nor commit any more.
             timeout: How long a rank other than 0 waits for rank 0, seconds.
+            prefetch: Number of batches that a background thread prepares. Their draws are recorded; the
+                position counts the batches that were returned.
+            lease_rows: How many rows that are drawn and not committed a retention policy keeps, if the
+                sampler draws each row a fixed number of times; the newest draws have them. None: a tenth of
+                the rows that samplers see. It replaces the value of earlier openings.
 
         Raises:
             ArgumentError: An argument is not allowed; the sampler draws for something else; the consumer has
                 another seed; `at` is a position of another one.
             LockedError: Another process, or another object of this one, draws for the consumer.
+            RowsChangedError: A row of a draw after `at` was deleted or overwritten, and its sampler draws
+                each row a fixed number of times; `missing="skip"` and `at="end"` open the consumer.
             StateError: The store is in RAM, a version, or closed; the buffer has a sample unit or a rate
                 limiter; the draws after `at` are not kept.
             NotReadyError: Rank 0 did not open the consumer in time.
@@ -421,7 +430,7 @@ class ReplayBuffer:
         consumer = Consumer(
             name, self._store, self._batches, sampler, others, batch_size=size, as_numpy=self._as_numpy,
             seed=seed, at=at, missing=missing, keep=keep, rank=rank, world=world, timeout=timeout,
-            relabeling=self._sampling.relabeling,
+            prefetch=prefetch, lease_rows=lease_rows, relabeling=self._sampling.relabeling,
         )  # fmt: skip
         self._consumers.append(consumer)
         return consumer

@@ -17,20 +17,32 @@ from expstore.core.tables import size_text
 def consumers(store: Store, as_json: Json = False) -> int:
     """List the consumers of a store: how far they have come, and what is committed."""
     from expstore.disk.files import Disk
+    from expstore.storages.follower import FollowerStorage
     from expstore.storages.format.draw_log import describe_consumers
     from expstore.storages.format.manifest import Manifest
 
     disk = Disk()
     Manifest.load(disk, store)  # raises if there is no store
-    found = describe_consumers(disk, store)
+    storage = FollowerStorage(store)
+    try:
+        found = describe_consumers(disk, store, storage.window.rows)
+    finally:
+        storage.close()
     if as_json:
         print_json({"consumers": [dataclasses.asdict(one) for one in found]})
     elif found:
         rows = [
-            (one.name, one.draws, one.committed, size_text(one.log_bytes), "yes" if one.is_open else "no")
+            (
+                one.name,
+                one.draws,
+                one.committed,
+                one.leased,
+                size_text(one.log_bytes),
+                "yes" if one.is_open else "no",
+            )
             for one in found
         ]
-        print_table(["name", "draws", "committed", "log", "open"], rows)
+        print_table(["name", "draws", "committed", "leased", "log", "open"], rows)
     else:
         typer.echo(f"{store} has no consumers")
     return 0

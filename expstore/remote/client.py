@@ -291,6 +291,7 @@ class RemoteReplayBuffer(ServedBuffer[int]):
         rank: int | None = None,
         world: int | None = None,
         timeout: float = 600.0,
+        lease_rows: int | None = None,
     ) -> RemoteConsumer:
         """Open a consumer on the server; see `ReplayBuffer.consumer`. It is created if it is new.
 
@@ -313,6 +314,7 @@ class RemoteReplayBuffer(ServedBuffer[int]):
                 1. Another number than before begins a new generation.
             timeout: How long a rank other than 0 waits for rank 0 to open the consumer, and for rows, in
                 seconds. Rank 0 waits for rows as `connect(wait=)` says.
+            lease_rows: How many rows that are drawn and not committed a retention policy keeps.
 
         Raises:
             ArgumentError: An argument is not allowed; the consumer has another seed; `at` is a position of
@@ -327,7 +329,7 @@ class RemoteReplayBuffer(ServedBuffer[int]):
         ConnectOptions(sampler=sampler)  # raises if it cannot be sent
         settings = {
             "sampler": sampler, "where": where, "batch_size": self._require_size(batch_size), "seed": seed,
-            "missing": missing, "keep": keep,
+            "missing": missing, "keep": keep, "lease_rows": lease_rows,
         }  # fmt: skip
         return RemoteConsumer(
             name, self._connection, self._read_drawn, settings, at=at, rank=rank, world=world,

@@ -107,6 +107,9 @@ class Sampler(metaclass=SamplerKind):
     prioritized = False
     #: Whether it draws whole slices of steps. If so, the sample unit `Sequence` cannot be used.
     windowed = False
+    #: Whether a row that it drew does not come again soon, because it draws each row a fixed number of times.
+    #: Retention then keeps the rows that a consumer has drawn and not committed.
+    leases = False
     #: Whether it must be notified of new rows: its class overrides `on_write` or one of TorchRL's hooks.
     hears_writes: ClassVar[bool] = False
     #: Evaluates `where` and `weight`; None if every row may be drawn with the same probability.

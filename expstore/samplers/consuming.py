@@ -1,7 +1,8 @@
 """A sampler that draws each row a given number of times.
 
-The storage counts how often each row was drawn; a storage on disk stores the counts. The sampler finds the
-remaining rows with a sum tree. It never deletes a row.
+The storage counts how often each row was drawn; a storage on disk stores the counts. A consumer has counts of
+its own, those of its recorded draws. The sampler finds the remaining rows with a sum tree. It never deletes a
+row.
 """
 
 from __future__ import annotations
@@ -10,18 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from expstore.core.values import Array, IntArray, Mass, Selection
+from expstore.core.values import Array, IntArray, Mass, Selection, Window
 from expstore.errors import ArgumentError, NotReadyError
 from expstore.samplers.base import Sampler, refuse_weight
 from expstore.samplers.filter import Where
 from expstore.samplers.random import RandomSampler
 from expstore.samplers.window_sum_tree import WindowTree, warm
-from expstore.storages.base import Storage
 from expstore.storages.read_view import build_closed_error
 
 if TYPE_CHECKING:
     from expstore.kernels.sum_tree import SumTree
-    from expstore.storages.columns.sample_counts import Sampled
+    from expstore.storages.columns.sample_counts import ConsumerCounts, Sampled
     from expstore.storages.read_view import ReadView
 
 _MOST = (1 << 32) - 1  # the column of counts is uint32
@@ -39,7 +39,8 @@ class ConsumingSampler(Sampler):
     Threads: any number may sample; no row is drawn too often. Crashes: a batch is counted on disk before it
     is returned. So the rows of a returned batch are counted after a kill, and after a power cut if they were
     synced. A kill during a draw may count a batch that was never returned. Processes: only the process that
-    writes may sample; a reader cannot count.
+    writes may sample; a reader cannot count. A consumer counts in its log instead: also in a reader, and
+    exactly the draws that it has recorded.
 
     Args:
         max_sample_count: How often each row is drawn.
@@ -59,7 +60,10 @@ class ConsumingSampler(Sampler):
         [3, 1]
     """
 
-    _transient = frozenset({"_live", "_mirrored", "_ran_out"})
+    leases = True
+    _transient = frozenset({"_live", "_mirrored", "_ran_out", "_own"})
+    #: The counts of a consumer; None: those of the storage.
+    _own: ConsumerCounts | None = None
 
     def __init__(
         self, max_sample_count: int = 1, *, where: str | Where | None = None, weight: str | None = None
@@ -93,13 +97,17 @@ class ConsumingSampler(Sampler):
         """
         super().attach(storage)
         self._begin()
-        if not storage.follows:
+        if self._own is None and not storage.follows:
             storage.writer().settings.count_sampled()
         warm()
 
+    def count_in(self, counts: ConsumerCounts | None) -> None:
+        """Draw by the counts of a consumer, and count there; None: in the storage."""
+        self._own = counts
+
     def count_left(self, storage: ReadView) -> int:
         """Return the number of rows that can still be drawn; for a reader, the number of readable rows."""
-        if storage.closed or storage.state.sampled is None:
+        if storage.closed or (self._own is None and storage.state.sampled is None):
             return len(storage)
         filter, left = self.filter, 0
         if filter is not None:
@@ -118,7 +126,9 @@ class ConsumingSampler(Sampler):
             storage: The storage with the rows.
             batch_size: Number of rows of the batch; it does not matter here.
         """
-        return None if storage.follows else _build_mass(storage, self.count_left(storage))
+        return (
+            None if self._own is None and storage.follows else _build_mass(storage, self.count_left(storage))
+        )
 
     def select(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose and count `batch_size` rows, or all that remain if there are fewer.
@@ -149,20 +159,21 @@ class ConsumingSampler(Sampler):
 
     def _take(self, storage: ReadView, had: IntArray, size: int, generator: np.random.Generator) -> Selection:
         """Keep the rows of `had` that are still readable; choose and count rows until there are `size`."""
-        writer = storage.writer()
+        if self._own is None:
+            storage.writer()  # only the writer counts in the storage
         filter = self.filter
         if filter is not None:
             filter.look(storage)
-        ids, left = self._choose(writer, had, size, generator)
+        ids, left = self._choose(storage, had, size, generator)
         if filter is not None and self._ran_out and filter.find_more(storage):
-            ids, more = self._choose(writer, ids, size, generator)  # rows written meanwhile may match
+            ids, more = self._choose(storage, ids, size, generator)  # rows written meanwhile may match
             left += more
         if not ids.size:
             raise self.build_no_rows_error(storage)
         return Selection(ids, mass=_build_mass(storage, left))
 
     def _choose(
-        self, storage: Storage, had: IntArray, size: int, generator: np.random.Generator
+        self, storage: ReadView, had: IntArray, size: int, generator: np.random.Generator
     ) -> tuple[IntArray, int]:
         """Return the rows, and how many could be drawn besides those of `had`."""
         with storage.locks.sampled:
@@ -180,23 +191,43 @@ class ConsumingSampler(Sampler):
                 ranks = generator.choice(left, count, replace=False)
                 places, _ = tree.find(ranks.astype(np.float64) + 0.5)
                 new = self._live.ids_at(storage, places)
-                sampled.add(storage.geometry.slot_of(new))
+                if self._own is None:
+                    sampled.add(storage.geometry.slot_of(new))
             ids = np.concatenate([kept, new])
             slots = storage.geometry.slot_of(ids)
             self._live.change(storage, slots, lambda known: self._weigh(sampled, known))
             self._mirrored = sampled, sampled.moves
-            self._ran_out = tree.total == 0
+            self._ran_out = tree.total == 0 if self._own is None else left == new.size
         return ids, left
+
+    def hand_out(self, storage: ReadView, selection: Selection) -> None:
+        """Count the rows for a consumer. For a storage, `select` has counted them."""
+        if (counts := self._own) is None:
+            return
+        with storage.locks.sampled:
+            tree, slots = self._live.tree, storage.geometry.slot_of(selection.ids)
+            self._mirrored = (None, -1)  # as in `_choose`
+            counts.add(slots)
+            self._live.change(storage, slots, lambda known: self._weigh(counts, known))
+            self._mirrored = counts, counts.moves
+            self._ran_out = tree is None or tree.total == 0
 
     def _catch_up(self, storage: ReadView) -> tuple[SumTree, Sampled]:
         """Return a tree in which remaining rows weigh 1 and all others 0; the caller holds the lock."""
-        sampled = storage.state.sampled
+        own = self._own
+        sampled = storage.state.sampled if own is None else own
         if sampled is None:  # no rows were written yet
             raise NotReadyError("Cannot sample from an empty storage", hint="extend() it first")
         now = sampled, sampled.moves
         if now != self._mirrored:
             self._live.drop()
-        tree = self._live.catch_up(storage, lambda places: self._weigh(sampled, places))
+
+        def follow(window: Window) -> Window:
+            if own is not None:
+                own.follow(storage.geometry, window.last)
+            return window
+
+        tree = self._live.catch_up(storage, lambda places: self._weigh(sampled, places), follow)
         self._mirrored = now
         return tree, sampled
 

@@ -68,6 +68,7 @@ class StreamingSliceSampler(SliceSampler):
         >>> rb = TensorDictReplayBuffer(storage=MemoryStorage(1000), sampler=sampler, batch_size=32)
     """
 
+    leases = True
     #: First number of its progress, which identifies the class of sampler.
     _kind = 4
     _transient = SliceSampler._transient | {"_own", "_storage", "_begins"}

@@ -72,6 +72,7 @@ class SamplerWithoutReplacement(Sampler):
     """
 
     without_replacement = True
+    leases = True
     #: First number of its progress, which identifies the class of sampler.
     _kind = 1
     _transient = frozenset({"_lock", "_listed"})

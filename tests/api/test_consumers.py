@@ -113,6 +113,14 @@ def test_iteration_ends_with_the_last_batch_of_a_pass(client: httpx.Client) -> N
     assert draw(client, 3).json()["drawn_from"] == ends[3]
 
 
+def test_a_consuming_sampler_counts_the_draws_of_its_consumer(client: httpx.Client) -> None:
+    open_it(client, sampler={"kind": "consuming", "max_sample_count": 2}, batch_size=40)
+    found = [ids(client, number) for number in range(5)]
+    assert sorted(chain(*found)) == sorted([*range(1, 101)] * 2)
+    assert refusal_of(draw(client, 5)) == (409, "not_ready")
+    assert [ids(client, number) for number in range(5)] == found
+
+
 def test_a_draw_waits_for_rows(tmp_path: Path) -> None:
     with api_client(tmp_path) as client:
         client.put(RUN, json={}).raise_for_status()
@@ -153,6 +161,8 @@ def test_a_draw_is_committed_when_all_ranks_have(client: httpx.Client) -> None:
         body = {"rank": rank, "world": 2, "draws": draws}
         found.append(state(client.post(f"{LEARNER}/commit", json=body))["committed"])
     assert found == [0, 2, 3, 4]
+    ids(client, 6, world=2)  # rank 1 commits what it has not drawn here
+    state(client.post(f"{LEARNER}/commit", json={"rank": 1, "world": 2, "draws": 7}))
 
 
 @pytest.mark.guarantee("consumers/fence")
@@ -281,7 +291,7 @@ def test_consumers_are_listed_and_dropped(client: httpx.Client) -> None:
     (known,) = client.get(f"{RUN}/consumers").json()["consumers"]
     assert known.pop("log_bytes") > 0
     assert known == {
-        "name": "learner", "draws": 2, "committed": 0, "first": 0, "is_open": True, "world": 2,
+        "name": "learner", "draws": 2, "committed": 0, "first": 0, "is_open": True, "leased": 10, "world": 2,
         "sampler": {"kind": "without_replacement", "shuffle": True, "drop_last": False},
     }  # fmt: skip
     assert client.delete(LEARNER).json() == {"name": "learner"}

@@ -818,7 +818,15 @@ def test_consumers(cli: Cli, store: Path) -> None:
         learner.sample()
         found = cli("consumers", store)
         assert found.code == 0
-        assert found.out.splitlines()[-1].split() == ["learner", "2", "1", "346", "bytes", "yes"]
+        assert found.out.splitlines()[-1].split() == ["learner", "2", "1", "0", "346", "bytes", "yes"]
     (known,) = cli("consumers", store, "--json").json["consumers"]
     assert (known["draws"], known["committed"], known["is_open"]) == (2, 1, False)
+    with (
+        expstore.open(store, batch_size=4) as rb,
+        rb.consumer("learner", sampler="consuming", lease_rows=9) as learner,
+    ):
+        for _ in range(4):
+            learner.sample()
+    (known,) = cli("consumers", store, "--json").json["consumers"]
+    assert known["leased"] == 8
     assert cli("consumers", store.parent).code == 2

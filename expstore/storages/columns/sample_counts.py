@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from expstore.core.geometry import RingGeometry
 from expstore.core.values import Array, IntArray
 from expstore.schema.schema import Field
 
@@ -107,3 +108,46 @@ class Sampled:
 
     def _keep_run(self, slot: int, values: NDArray[np.uint32]) -> None:
         """Store the counts of a run of rows outside this process. Does nothing here."""
+
+
+class ConsumerCounts(Sampled):
+    """How often a consumer's draws had each row; its log has the draws, and no file has the counts.
+
+    Threads: one at a time; the consumer has a lock. Processes: one draws for a consumer. Crashes: the counts
+    are computed again from the log.
+
+    Args:
+        geometry: Maps ids to slots.
+        last: The newest id of the storage.
+        first: Id of the first count.
+        counts: The counts of this row and those after it. Shape `(n,)`.
+
+    Example:
+        >>> from expstore.core.geometry import RingGeometry
+        >>> from expstore.storages.columns.sample_counts import ConsumerCounts
+        >>> counts = ConsumerCounts(RingGeometry(4), 6, 2, np.array([1, 1, 2]))
+        >>> counts.values.tolist()  # of the rows 5, 6, 3 and 4
+        [0, 0, 1, 2]
+        >>> counts.follow(RingGeometry(4), 7)
+        >>> counts.values.tolist()
+        [0, 0, 0, 2]
+    """
+
+    def __init__(self, geometry: RingGeometry, last: int, first: int, counts: Array) -> None:
+        super().__init__(geometry.slots or last)
+        self._last = last
+        ids = np.arange(first, first + counts.size)
+        there = (ids <= last) & (ids > last - self.values.size)
+        self.values[geometry.slot_of(ids[there])] = counts[there]
+
+    def follow(self, geometry: RingGeometry, last: int) -> None:
+        """Set the counts of new rows to 0.
+
+        Args:
+            geometry: Maps ids to slots.
+            last: The newest id that may be drawn.
+        """
+        first = self._last + 1 if geometry.slots is None else max(self._last, last - geometry.slots) + 1
+        if first <= last:
+            self.renew(geometry.runs(first, last + 1 - first))
+            self._last = last

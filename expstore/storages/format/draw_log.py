@@ -6,14 +6,17 @@ append to the log and read it; an opening of the store cuts draws of rows that a
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import struct
 import time
+import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import IntEnum, IntFlag
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +28,7 @@ from expstore.core.parsing import parsing
 from expstore.core.values import Array, IntArray, Mark, Selection
 from expstore.disk.files import Disk, File
 from expstore.disk.writer_lock import WriterLock, is_locked
-from expstore.errors import CorruptionError, LockedError, NotFoundError, StateError
+from expstore.errors import CorruptionError, LockedError, NotFoundError, StateError, StorageError
 from expstore.storages.format.paths import LOCK
 from expstore.storages.format.ranks import read_committed
 
@@ -36,11 +39,12 @@ SEGMENT_BYTES = 8 << 20
 
 _FORMAT = 1
 ABOUT = "consumer.json"
+_NONE = np.empty(0, np.int64)
 _DIGITS = 16
-#: Length of the record, checksum of what follows, number, kind, whether iteration ends.
-_HEADER = struct.Struct("<IIQB?6x")
+#: Length of the record, checksum of what follows, number, kind, whether iteration ends, `Use`.
+_HEADER = struct.Struct("<IIQB?B5x")
 #: What the checksum covers of it.
-_NAMED = struct.Struct("<QB?6x")
+_NAMED = struct.Struct("<QB?B5x")
 _FRONT = struct.Struct("<II")
 #: `low` and `last` of the window, progress, time, rows, runs (0: ids follow), rows asked for, length of the
 #: description of the columns.
@@ -50,12 +54,22 @@ _DRAW = struct.Struct("<qq4qqIIII")
 class Kind(IntEnum):
     """What a record says."""
 
-    #: The first of a segment, JSON: the progress before its first draw, and the committed draws.
+    #: The first of a segment, JSON: progress, commit, counts and newest lease before its first draw.
     BASE = 1
     #: A draw; its number is that of the record.
     DRAW = 2
     #: The draws before the record's number are covered by a checkpoint of the learner.
     COMMIT = 3
+
+
+class Use(IntFlag):
+    """What a draw does to its rows."""
+
+    NONE = 0
+    #: They are leased until the draw is committed.
+    LEASED = 1
+    #: They are counted: a `ConsumingSampler` drew them.
+    COUNTED = 2
 
 
 class Draw(NamedTuple):
@@ -88,15 +102,18 @@ class About:
         id: Distinguishes the consumer from others that had its name before.
         seed: First word of the key of its random numbers.
         store: uuid of the store.
+        lease_rows: How many rows may be leased; None: a tenth of the rows that samplers see.
     """
 
     id: str
     seed: int
     store: str
+    lease_rows: int | None = None
 
     def save(self, disk: Disk, folder: Path) -> None:
         """Write the file durably."""
         facts = {"format": _FORMAT, "id": self.id, "seed": self.seed, "store": self.store}
+        facts["lease_rows"] = self.lease_rows
         disk.write_whole(folder / ABOUT, json.dumps(facts).encode())
 
     @classmethod
@@ -112,9 +129,12 @@ class About:
             return None
         with parsing(path):
             facts = json.loads(disk.read_whole(path))
-            found, about = (
-                int(facts["format"]),
-                cls(str(facts["id"]), int(facts["seed"]), str(facts["store"])),
+            found, leased = int(facts["format"]), facts.get("lease_rows")
+            about = cls(
+                str(facts["id"]),
+                int(facts["seed"]),
+                str(facts["store"]),
+                None if leased is None else int(leased),
             )
         if found > _FORMAT:
             raise StateError(f"{path} has format {found}; this version reads up to {_FORMAT}")
@@ -130,6 +150,10 @@ class _Segment:
     offsets: list[int] = field(default_factory=list)  # of each draw
     progress: tuple[int, ...] = NO_PROGRESS  # of the sampler, after the last draw
     committed: int = 0
+    counts: list[Any] | None = None  # of the base: how often each row was drawn before
+    low: int = 0  # of the last draw; 0: the segment has none
+    leased_before: int = -1  # of the base: number of the newest draw before that leases its rows
+    leased: int = -1  # number of the newest draw that leases its rows
     length: int = 0  # 0: not scanned yet
 
 
@@ -166,7 +190,7 @@ class DrawLog:
     """
 
     def __init__(self, disk: Disk, folder: Path, id: str, *, writes: bool = True) -> None:
-        self._disk, self._folder = disk, folder
+        self._disk, self._folder, self._writes = disk, folder, writes
         self._salt = google_crc32c.value(id.encode())
         names = sorted(name for name in disk.names(folder) if name.isdigit())
         self._segments = [_Segment(folder / name, int(name)) for name in names]
@@ -252,18 +276,23 @@ class DrawLog:
             data = file.read(start, file.size() - start)
         at = 0
         while self._is_sound(data, at):
-            size, _, number, kind, _ = _HEADER.unpack_from(data, at)
+            size, _, number, kind, _, use = _HEADER.unpack_from(data, at)
             if start + at == 0:
                 if kind != Kind.BASE or number != segment.first:
                     return False
                 with parsing(segment.path):
                     base = json.loads(data[_HEADER.size : size])
                     segment.progress, segment.committed = tuple(base["progress"]), int(base["committed"])
+                    segment.counts = base.get("counts")
+                    segment.leased = segment.leased_before = int(base.get("leased", -1))
             elif kind == Kind.COMMIT:
                 segment.committed = number
             elif kind == Kind.DRAW and 0 <= (place := number - segment.first) <= len(segment.offsets):
                 segment.offsets[place:] = [start + at]  # it replaces one whose append was interrupted
-                segment.progress = _DRAW.unpack_from(data, at + _HEADER.size)[2:6]
+                segment.low, _, *progress = _DRAW.unpack_from(data, at + _HEADER.size)[:6]
+                segment.progress = tuple(progress)
+                if use & Use.LEASED:
+                    segment.leased = number
             else:
                 break
             at += size
@@ -284,6 +313,66 @@ class DrawLog:
         self._count()
         return self.count
 
+    # -- counts and leases -------------------------------------------------------------------------
+
+    def count_rows(self) -> tuple[int, Array]:
+        """Return how often each row was drawn by draws that are counted.
+
+        Returns:
+            An id, and the counts of this row and those after it; other rows were not drawn, or can no longer
+            be read. Shape `(n,)`, uint32.
+
+        Raises:
+            CorruptionError: The counts before the newest segment cannot be read.
+        """
+        if not self._segments:
+            return 1, np.zeros(0, np.uint32)
+        newest = self._segments[-1]
+        first, known = self._read_base_counts(newest)
+        ids = np.concatenate([_NONE, *(ids for _, ids in self._read_ids(newest, Use.COUNTED))])
+        low = max(newest.low, first - 1)
+        last = max(first + known.size - 1, int(ids.max(initial=0)))
+        counts = np.zeros(max(0, last - low), np.uint32)
+        known = known[low + 1 - first :]
+        counts[: known.size] = known
+        np.add.at(counts, ids[ids > low] - (low + 1), np.uint32(1))  # other types are slow
+        return low + 1, counts
+
+    def _read_base_counts(self, segment: _Segment) -> tuple[int, Array]:
+        """Return the counts before a segment, as `count_rows`; the dtype is any unsigned one."""
+        if segment.counts is None:
+            return 1, np.zeros(0, np.uint32)
+        with parsing(segment.path):
+            first, dtype, packed = segment.counts
+            return int(first), np.frombuffer(zlib.decompress(base64.b64decode(packed)), dtype)
+
+    def read_leased(self, first: int) -> Iterator[tuple[int, IntArray]]:
+        """Yield number and ids of the draws from number `first` on that lease their rows, newest first.
+
+        Raises:
+            StorageError: The disk failed.
+        """
+        for segment in reversed(self._segments if first < self.count else []):
+            try:
+                found = list(self._read_ids(segment, Use.LEASED, first))
+            except StorageError:
+                if self._writes or self._disk.exists(segment.path):
+                    raise
+                return  # its consumer has committed these draws and dropped them
+            yield from reversed(found)
+            if segment.leased_before < first:
+                return
+
+    def _read_ids(self, segment: _Segment, use: Use, first: int = 0) -> Iterator[tuple[int, IntArray]]:
+        """Yield number and ids of the draws of a segment that use their rows so, from number `first` on."""
+        if not segment.length:
+            self._scan(segment)
+        data = self._disk.read_whole(segment.path)
+        for number, at in enumerate(segment.offsets, segment.first):
+            # The last one does not count if its append was interrupted.
+            if first <= number < self.count and _HEADER.unpack_from(data, at)[-1] & use:
+                yield number, _parse_ids(data, at)
+
     # -- appending ---------------------------------------------------------------------------------
 
     def append(
@@ -294,8 +383,9 @@ class DrawLog:
         last: int,
         progress: Sequence[int],
         ends: bool = False,
+        use: Use = Use.NONE,
     ) -> None:
-        """Record a draw with the number `count`; see `Draw` for the arguments.
+        """Record a draw with the number `count`; see `Draw` and `Use` for the arguments.
 
         Raises:
             StateError: The sampler returned something that is not one value per row.
@@ -320,9 +410,11 @@ class DrawLog:
         )
         # Ctrl-C may end this anywhere. Until the draw counts, `follow` finds it, or the next one replaces it.
         number = self.count
-        length = self._write(segment, Kind.DRAW, number, head, described, *parts, ends=ends)
+        length = self._write(segment, Kind.DRAW, number, head, described, *parts, ends=ends, use=use)
         segment.offsets[number - segment.first :] = [segment.length]
-        segment.progress = tuple(progress)
+        segment.progress, segment.low = tuple(progress), low
+        if use & Use.LEASED:
+            segment.leased = number
         segment.length = length
         self.count = number + 1
 
@@ -336,16 +428,32 @@ class DrawLog:
         segment.length = self._write(segment, Kind.COMMIT, count)
         segment.committed = count
 
-    def _write(self, segment: _Segment, kind: Kind, number: int, *body: Any, ends: bool = False) -> int:
+    def _write(
+        self,
+        segment: _Segment,
+        kind: Kind,
+        number: int,
+        *body: Any,
+        ends: bool = False,
+        use: Use = Use.NONE,
+    ) -> int:
         """Write a record after the last one of the newest segment; return where it ends."""
         assert self._file is not None
-        frame = self._frame(kind, number, *body, ends=ends)
+        frame = self._frame(kind, number, *body, ends=ends, use=use)
         self._file.write(frame, segment.length)
         return segment.length + len(frame)
 
-    def _frame(self, kind: Kind, number: int, *body: Any, ends: bool = False) -> bytes:
-        rest = b"".join((_NAMED.pack(number, kind, ends), *body))
+    def _frame(self, kind: Kind, number: int, *body: Any, ends: bool = False, use: Use = Use.NONE) -> bytes:
+        rest = b"".join((_NAMED.pack(number, kind, ends, use), *body))
         return _FRONT.pack(_FRONT.size + len(rest), google_crc32c.extend(self._salt, rest)) + rest
+
+    def _frame_base(self, segment: _Segment) -> bytes:
+        base = {"progress": list(segment.progress), "committed": segment.committed}
+        if segment.leased_before >= 0:
+            base["leased"] = segment.leased_before
+        if segment.counts is not None:
+            base["counts"] = segment.counts
+        return self._frame(Kind.BASE, segment.first, json.dumps(base).encode())
 
     def _require_segment(self) -> _Segment:
         """Return the newest segment, open for appending, or a new one after a full one."""
@@ -363,8 +471,9 @@ class DrawLog:
             self.sync()  # so that only the newest segment may be incomplete after a power failure
         segment = _Segment(self._folder / f"{self.count:0{_DIGITS}d}", self.count)
         segment.progress, segment.committed = self.progress, self.committed
-        base = {"progress": list(segment.progress), "committed": segment.committed}
-        frame = self._frame(Kind.BASE, segment.first, json.dumps(base).encode())
+        segment.leased = segment.leased_before = self._segments[-1].leased if self._segments else -1
+        segment.counts = _pack_counts(*self.count_rows())
+        frame = self._frame_base(segment)
         file = self._disk.open(segment.path, create=True)
         try:
             file.truncate(0)
@@ -416,6 +525,7 @@ class DrawLog:
             elif lasts:
                 break
         if place is None or at is None:
+            self._cut_counts(last)
             return False
         self._close_file()
         while len(self._segments) > place + 1 or (at == 0 < place and len(self._segments) > place):
@@ -429,7 +539,22 @@ class DrawLog:
         self._segments[-1] = newest = _Segment(newest.path, newest.first)
         self._scan(newest)
         self._count()
+        self._cut_counts(last)
         return True
+
+    def _cut_counts(self, last: int) -> None:
+        """Set the counts of ids after `last` to 0 in a log without draws: the draws of them are not kept.
+
+        All draws after a base with such counts saw these rows, too, so that they were cut.
+        """
+        if not self._segments or (newest := self._segments[-1]).counts is None:
+            return
+        first, counts = self._read_base_counts(newest)
+        if first + counts.size - 1 > last:
+            newest.counts = _pack_counts(first, counts[: max(0, last + 1 - first)])
+            self._disk.write_whole(newest.path, self._frame_base(newest))
+            self._segments[-1] = newest = _Segment(newest.path, newest.first)
+            self._scan(newest)
 
     def _read_lasts(self, segment: _Segment) -> list[int]:
         """Return the newest id that each draw of a segment saw."""
@@ -485,6 +610,7 @@ class ConsumerInfo:
         first: Number of the oldest draw that is still in its log.
         log_bytes: Length of its log.
         is_open: Whether a process draws for it.
+        leased: Number of rows that a retention policy keeps for it, because they are drawn and not committed.
     """
 
     name: str
@@ -493,16 +619,63 @@ class ConsumerInfo:
     first: int
     log_bytes: int
     is_open: bool
+    leased: int
 
 
-def describe_consumers(disk: Disk, store: Path) -> list[ConsumerInfo]:
-    """Return what is known of each consumer of a store, by name."""
+def describe_consumers(disk: Disk, store: Path, rows: int) -> list[ConsumerInfo]:
+    """Return what is known of each consumer of a store, by name. `rows`: number of rows samplers see."""
     found = []
-    for folder, about in find_consumers(disk, store):
-        log, is_open = DrawLog(disk, folder, about.id, writes=False), is_locked(disk, folder / LOCK)
-        committed = read_committed(disk, folder, log.committed)
-        found.append(ConsumerInfo(folder.name, log.count, committed, log.first, log.size, is_open))
+    for leases in find_leases(disk, store, rows):
+        log, is_open = leases.log, is_locked(disk, leases.folder / LOCK)
+        committed = read_committed(disk, leases.folder, log.committed)
+        facts = log.count, committed, log.first, log.size
+        found.append(ConsumerInfo(leases.folder.name, *facts, is_open, leases.ids.size))
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Leases:
+    """The rows that a consumer has drawn and not committed.
+
+    Draws are leased as a whole, the newest first, until the next one would exceed the limit. A row that two
+    draws have counts twice.
+
+    Args:
+        folder: The consumer's folder, which has its name.
+        log: Its log.
+        ids: The leased rows, ascending. Shape `(n,)`, int64.
+        ended: Number and ids of the older draws, newest first; they are read when they are iterated.
+    """
+
+    folder: Path
+    log: DrawLog
+    ids: IntArray
+    ended: Iterator[tuple[int, IntArray]]
+
+
+def find_leases(disk: Disk, store: Path, rows: int) -> Iterator[Leases]:
+    """Yield the leases of each consumer of a store, by name.
+
+    Args:
+        disk: The disk on which files are accessed.
+        store: The store's folder.
+        rows: Number of rows that samplers see; a tenth of it is the limit of a consumer without one.
+
+    Raises:
+        CorruptionError: A consumer.json is damaged.
+        StorageError: The disk failed.
+    """
+    for folder, about in find_consumers(disk, store):
+        log = DrawLog(disk, folder, about.id, writes=False)
+        limit = rows // 10 if about.lease_rows is None else about.lease_rows
+        ended, leased = log.read_leased(log.committed), [_NONE]
+        for number, ids in ended:
+            limit -= ids.size
+            if limit < 0:
+                ended = chain([(number, ids)], ended)
+                break
+            leased.append(ids)
+        yield Leases(folder, log, np.unique(np.concatenate(leased)), ended)
 
 
 def read_draws(disk: Disk, store: Path) -> Iterator[tuple[str, Draw]]:
@@ -531,7 +704,7 @@ def _describe(selection: Selection) -> dict[str, Any]:
 
 
 def _parse_draw(number: int, data: bytes) -> Draw:
-    at, ends = _HEADER.size, _HEADER.unpack_from(data)[-1]
+    at, (*_, ends, _) = _HEADER.size, _HEADER.unpack_from(data)
     low, last, *progress, time_us, rows, runs, asked, described = _DRAW.unpack_from(data, at)
     at += _DRAW.size
     columns = json.loads(data[at : at + described]) if described else {"info": (), "marks": ()}
@@ -548,6 +721,23 @@ def _parse_draw(number: int, data: bytes) -> Draw:
     marks = [(tuple(key), take(np.bool_, shape), *flags) for key, shape, *flags in columns["marks"]]
     selection = Selection(ids, info, marks=tuple(Mark(*one) for one in marks), asked=asked)
     return Draw(number, selection, low, last, tuple(progress), ends, time_us)
+
+
+def _parse_ids(data: bytes, at: int) -> IntArray:
+    """Return the ids of the draw whose record begins at an offset."""
+    *_, rows, runs, _, described = _DRAW.unpack_from(data, at + _HEADER.size)
+    at += _HEADER.size + _DRAW.size + described
+    if runs:
+        return _expand(np.frombuffer(data, "<i8", 2 * runs, at).reshape(runs, 2))
+    return np.frombuffer(data, "<i8", rows, at)
+
+
+def _pack_counts(first: int, counts: Array) -> list[Any] | None:
+    """Return the JSON value of counts: the first id, the dtype, and the compressed values; None for none."""
+    if not counts.any():
+        return None
+    small = counts.astype(np.min_scalar_type(counts.max()).newbyteorder("<"))
+    return [first, small.dtype.str, base64.b64encode(zlib.compress(small.tobytes(), 1)).decode()]
 
 
 def _expand(runs: IntArray) -> IntArray:

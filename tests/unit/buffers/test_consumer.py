@@ -44,7 +44,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*completing the draw with replacement"),
 ]
 
-KINDS = {name: make for name, make in SAMPLERS.items() if not name.startswith("consuming")}
+KINDS = SAMPLERS
 
 
 def rows(count: int, start: int = 0) -> TensorDict:
@@ -470,6 +470,74 @@ def test_a_draw_that_cannot_be_recorded_comes_again(rb: Any, monkeypatch: pytest
     assert all(map(same, rb.consumer("learner").replay(0), expected))
 
 
+# -- batches prepared ahead ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["without_replacement", "slices", "prioritized", "random_where"])
+def test_prefetched_batches_are_those_of_direct_draws(kind: str, tmp_path: Path) -> None:
+    with (
+        short_rings(),
+        expstore.open(tmp_path / "run.exp", capacity=CAPACITY, batch_size=BATCH, seed=3) as rb,
+    ):
+        rb.extend(sampler_rows(CAPACITY, 0))
+        with rb.consumer("alone", sampler=KINDS[kind]()) as alone:
+            expected = draw(alone, 12)
+        with rb.consumer("learner", sampler=KINDS[kind](), prefetch=3) as learner:
+            position = learner.position
+            assert all(map(same, draw(learner, 5), expected))
+            assert learner.position["draw"] == 5
+            learner.seek(position)
+            assert learner.replaying
+            assert all(map(same, draw(learner, 7), expected))
+            learner.commit()
+        with rb.consumer("learner", sampler=KINDS[kind](), prefetch=2) as learner:
+            assert learner.position["draw"] == 7
+            assert all(map(same, draw(learner, 5), expected[7:]))
+
+
+def test_batches_that_were_prepared_and_not_returned_come_next(rb: Any) -> None:
+    with rb.consumer("learner", prefetch=2) as learner:
+        learner.sample()
+        learner.sample()
+    assert rb.consumers.list()[0].draws > 2
+    rb.extend(rows(50, 100))
+    with rb.consumer("learner", at="committed") as learner, rb.consumer("other") as other:
+        again = draw(learner, 4)
+        assert all(map(same, again, learner.replay(0, 3)))
+        assert max(numbers(again[2])) < 100  # drawn before the rows came
+        other.sample()
+
+
+def test_prefetched_passes_end_where_direct_ones_do(rb: Any) -> None:
+    with rb.consumer("learner", sampler="without_replacement", batch_size=30, prefetch=3) as learner:
+        assert [len(batch) for batch in learner] == [30, 30, 30, 10]
+        assert [len(batch) for batch in learner] == [30, 30, 30, 10]
+
+
+def test_an_error_of_a_prefetched_draw_comes_at_its_turn(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "run.exp", batch_size=4, seed=1) as rb:
+        with rb.consumer("learner", prefetch=2) as learner:
+            with pytest.raises(NotReadyError):
+                learner.sample()
+            rb.extend(rows(8))
+            assert len(learner.sample()) == 4
+            assert learner.position["draw"] == 1
+
+
+@pytest.mark.parametrize("prefetch", [-1, "two", 1.5])
+def test_a_wrong_prefetch_is_refused(rb: Any, prefetch: Any) -> None:
+    with pytest.raises(ArgumentError, match="prefetch"):
+        rb.consumer("learner", prefetch=prefetch)
+    assert rb.consumers.list() == []
+
+
+# -- interrupts ------------------------------------------------------------------------------------------
+
+_INTERRUPTED = tuple(
+    f"/{name}.py" for name in ("consumer", "recorded_draws", "draw_log", "consuming", "sample_counts")
+)
+
+
 class Interrupt:
     """Raise KeyboardInterrupt at the n-th line that runs in the modules of consumers."""
 
@@ -485,11 +553,10 @@ class Interrupt:
         sys.settrace(self._former)
 
     def _trace(self, frame: FrameType, event: str, arg: object) -> Any:
-        if not frame.f_code.co_filename.endswith(("/consumer.py", "/draw_log.py")):
+        if not frame.f_code.co_filename.endswith(_INTERRUPTED):
             return None
-        if event != "line" or "with self._using" in linecache.getline(
-            frame.f_code.co_filename, frame.f_lineno
-        ):
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        if event != "line" or "with self._using" in line or "with self._building" in line:
             return self._trace  # Python releases a lock that it leaves before it looks for signals
         self.lines += 1
         if self.lines == self.at:
@@ -498,15 +565,16 @@ class Interrupt:
         return self._trace
 
 
+@pytest.mark.parametrize("sampler", ["without_replacement", "consuming"])
 @pytest.mark.parametrize("before", [0, 1, 2, 3])  # draws; a file has three
 def test_an_interrupt_at_any_line_loses_no_draw_and_repeats_none(
-    rb: Any, before: int, monkeypatch: pytest.MonkeyPatch
+    rb: Any, before: int, sampler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(draw_log, "SEGMENT_BYTES", 420)
-    expected = draw(rb.consumer("other", sampler="without_replacement"), 20)
+    expected = draw(rb.consumer("other", sampler=sampler), 20)
     at = 1
     while True:
-        c = rb.consumer("learner", sampler="without_replacement", keep="all")
+        c = rb.consumer("learner", sampler=sampler, keep="all")
         draw(c, before)
         with Interrupt(at) as interrupt, suppress(KeyboardInterrupt):
             c.sample()
@@ -562,7 +630,8 @@ def test_arguments(rb: Any, tmp_path: Path) -> None:
         ("a", {"keep": "x"}, "keep must be"),
         ("a", {"keep": -1}, "keep must be"),
         ("a", {"seed": "x"}, "seed must be"),
-        ("a", {"sampler": "consuming"}, "counts in the store"),
+        ("a", {"lease_rows": -1}, "lease_rows must be at least 0"),
+        ("a", {"lease_rows": 0.5}, "lease_rows must be an integer"),
         ("a", {"sampler": rb.sampler}, "already draws for the buffer"),
         ("a", {"at": {"draw": 1}}, "is not a position"),
         ("a", {"at": "begin"}, "'begin' is not a position"),
