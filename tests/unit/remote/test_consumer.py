@@ -291,7 +291,6 @@ def connect_again(rb: Any) -> Any:
 @pytest.mark.guarantee("consumers/fence")
 def test_a_former_rank_is_refused_after_restarts_too(path: Path) -> None:
     with Serving(Settings(path=path.parent)) as server:
-        port = server.port
         first, again = connect(server), connect(server)
         old = [first.consumer("learner", rank=rank, world=2) for rank in (0, 1)]
         for one in old:
@@ -302,13 +301,15 @@ def test_a_former_rank_is_refused_after_restarts_too(path: Path) -> None:
             for act in (one.sample, one.commit, lambda one=one: one.seek("end")):
                 with pytest.raises(StateError, match="another number of ranks"):
                     act()
+        again.consumer("learner", rank=0, world=3)
         again.close()
-    assert port
     with Serving(Settings(path=path.parent)) as server:
         for one in old:
             one._connection.move(type(one._connection.address)(server.url, "run"), None)
             with pytest.raises(StateError, match="another number of ranks"):  # it must not open it again
                 one.sample()
+        with connect(server) as rb, rb.consumer("learner", rank=1, world=3, timeout=0.01) as c:
+            assert c.position["draw"] == 0  # rank 0 of three is still the last one that opened it
         first.close()
 
 
