@@ -22,7 +22,7 @@ from expstore.buffers.arguments import resolve_part
 from expstore.buffers.batch_builder import BatchBuilder
 from expstore.buffers.draw_server import DrawClient, DrawServer, Question
 from expstore.buffers.prefetch import Made, Prefetcher, Request
-from expstore.buffers.recorded_draws import Missing, RecordedDraws
+from expstore.buffers.recorded_draws import RecordedDraws
 from expstore.buffers.sampling import Relabeling, Sampling
 from expstore.buffers.store_handle import StoreHandle, StorePart
 from expstore.buffers.torch_dataset import ConsumerDataset
@@ -41,6 +41,7 @@ from expstore.errors import (
 )
 from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import ConsumingSampler
+from expstore.samplers.given_order import Missing
 from expstore.samplers.random import RandomSampler
 from expstore.samplers.torchrl_adapter import adapt, unwrap
 from expstore.storages.format.draw_log import (

@@ -6,26 +6,22 @@ whether a draw is new or recorded is here.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, Literal
-
 import numpy as np
 
 from expstore.core.draw_state import DrawState
 from expstore.core.draws import Draws
 from expstore.core.values import IntArray, Key, Selection
-from expstore.errors import NotReadyError, RowsChangedError
+from expstore.errors import NotReadyError
 from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import ConsumingSampler
 from expstore.samplers.filter import Filter
+from expstore.samplers.given_order import Missing, find_present
 from expstore.storages.columns.sample_counts import ConsumerCounts
 from expstore.storages.format.draw_log import DrawLog, Use
 from expstore.storages.read_view import ReadView
 
 #: The redraw number for the random numbers of transforms that read other steps; draws of rows never reach it.
 _STEPS = 1 << 41
-
-Missing = Literal["raise", "skip"]
 
 
 class RecordedDraws(Sampler):
@@ -175,14 +171,7 @@ class RecordedDraws(Sampler):
         selection, self._ends = recorded.selection, recorded.ends
         if self._world > 1:
             selection = self._take_part(selection)
-        there = storage.stored.holds(selection.ids)
-        if there.all():
-            return selection
-        if self._missing == "raise":
-            raise _build_changed_error(recorded.number, selection.ids[~there])
-        if not there.any():
-            raise _build_changed_error(recorded.number, selection.ids)
-        return _take_rows(selection, there)
+        return find_present(storage, selection, f"draw {recorded.number}", self._missing)
 
     def _take_part(self, selection: Selection) -> Selection:
         """Return the rows of this rank: whole slices, or rows, as evenly as possible."""
@@ -191,7 +180,7 @@ class RecordedDraws(Sampler):
         mine = np.array_split(starts, self._world)[self._rank]
         at = np.searchsorted(starts, mine[0]) + mine.size if mine.size else starts.size
         stop = starts[at] if at < starts.size else ids.size
-        return _take_rows(selection, slice(mine[0], stop) if mine.size else slice(0))
+        return selection.take(slice(mine[0], stop) if mine.size else slice(0))
 
     def hand_out(self, storage: ReadView, selection: Selection) -> None:
         """Record a new draw, before its batch is returned.
@@ -227,13 +216,10 @@ class RecordedDraws(Sampler):
         Raises:
             RowsChangedError: A row of them is not there any more, and such rows are not to be left out.
         """
-        if self._missing == "raise":
-            gone = None
-            for draw, ids in self._log.read_leased(number):
-                if not (there := storage.stored.holds(ids)).all():
-                    gone = draw, ids[~there]
-            if gone is not None:
-                raise _build_changed_error(*gone)
+        if self._missing == "skip":
+            return
+        for draw, ids in reversed(list(self._log.read_leased(number))):
+            find_present(storage, Selection(ids), f"draw {draw}", "raise")
 
     def rewind(self, storage: ReadView) -> None:
         """Discard selections that were made after the last one that was returned."""
@@ -241,20 +227,6 @@ class RecordedDraws(Sampler):
 
     def __repr__(self) -> str:
         return repr(self._sampler)
-
-
-def _build_changed_error(number: int, ids: IntArray) -> RowsChangedError:
-    which = ", ".join(map(str, ids[:5].tolist())) + (", ..." if ids.size > 5 else "")
-    return RowsChangedError(
-        f"draw {number} had rows that were deleted or overwritten since: {ids.size} (id {which})",
-        hint="open the consumer with missing='skip' to leave them out, or with at='end' for new draws only",
-    )
-
-
-def _take_rows(selection: Selection, which: Any) -> Selection:
-    info = {key: values[which] for key, values in selection.info.items()}
-    marks = tuple(replace(mark, flags=mark.flags[which]) for mark in selection.marks)
-    return replace(selection, ids=selection.ids[which], info=info, marks=marks)
 
 
 def _find_slices(selection: Selection) -> IntArray:

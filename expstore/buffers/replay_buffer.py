@@ -36,7 +36,6 @@ from expstore.buffers.episodes import Episodes
 from expstore.buffers.indexing import StoredRows
 from expstore.buffers.ingest import Ingest
 from expstore.buffers.prefetch import Request
-from expstore.buffers.recorded_draws import Missing
 from expstore.buffers.recorder import Recorder
 from expstore.buffers.retention import Retention
 from expstore.buffers.row_index import RowIndex
@@ -58,6 +57,7 @@ from expstore.errors import ArgumentError, StateError
 from expstore.rate_limiters import RateLimiter
 from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import consume_after
+from expstore.samplers.given_order import GivenOrder, Missing
 from expstore.samplers.names import SamplerName
 from expstore.samplers.torchrl_adapter import adapt, unwrap
 from expstore.schema.schema import Schema
@@ -369,6 +369,7 @@ class ReplayBuffer:
         *,
         sampler: Sampler | SamplerName | Callable[[], Sampler] | None = None,
         batch_size: int | None = None,
+        manifest: str | Path | None = None,
         seed: int | None = None,
         at: Place = "committed",
         missing: Missing = "raise",
@@ -389,6 +390,9 @@ class ReplayBuffer:
             sampler: Chooses the rows of new draws: a sampler, its name, or a function that returns it;
                 uniform by default. A `ConsumingSampler` counts the draws of this consumer.
             batch_size: Rows per batch; None: the buffer's.
+            manifest: A Parquet file with the rows to draw, in this order, instead of a sampler: columns
+                `draw` and `id`, and perhaps `place` and `weight`, as in the relation `draws`. A draw has as
+                many rows as it has in the file. After the last one `sample` raises NotReadyError.
             seed: Seed of the draws of a new consumer; None: the store's.
             at: Where to begin, as for `seek`. Draws that were recorded after the last commit come again,
                 unless it is "end".
@@ -410,20 +414,29 @@ class ReplayBuffer:
 
         Raises:
             ArgumentError: An argument is not allowed; the sampler draws for something else; the consumer has
-                another seed; `at` is a position of another one.
+                another seed; `at` is a position of another one; `manifest` is not an order, has ids that the
+                store never had, or is another one than before.
+            NotFoundError: There is no file `manifest`.
             LockedError: Another process, or another object of this one, draws for the consumer.
             RowsChangedError: A row of a draw after `at` was deleted or overwritten, and its sampler draws
                 each row a fixed number of times; `missing="skip"` and `at="end"` open the consumer.
             StateError: The store is in RAM, a version, or closed; the buffer has a sample unit or a rate
                 limiter; the draws after `at` are not kept.
             NotReadyError: Rank 0 did not open the consumer in time.
-            StorageError: The disk failed, or the store's folder cannot be written to.
+            StorageError: The disk failed, the store's folder cannot be written to, or `manifest` cannot be
+                read.
         """
         if self._sampling.unit is not None or self._sampling.limiter is not None:
             raise StateError(
                 "a buffer with a sample unit or a rate limiter has no consumers",
                 hint="open the store without them; SliceSampler draws steps around a row",
             )
+        if manifest is not None:
+            if sampler is not None:
+                raise ArgumentError("sampler and manifest exclude each other: pass one of them")
+            sampler = order = GivenOrder(manifest, missing=missing)
+            order.check(self._store.check_open().last, batch_size)
+            batch_size = order.batch_size
         size = self._size(batch_size)
         self._consumers = [one for one in self._consumers if not one.closed]
         others = [self._sampling.sampler, *(one.sampler for one in self._consumers)]
@@ -1000,9 +1013,10 @@ class ReplayBuffer:
         After a crash the store has either the old or the new content. Rows, priorities, counts, episodes,
         seed, and `alpha` and `beta` of a prioritized sampler become the version's. The next batches are those
         that would have followed the version. Capacity and retention policy do not change. Ids and episode ids
-        continue above those of both (a store that never had rows continues the version's); indices are the
-        same if the capacities are. Versions in the store's folder are kept. If the version is of this store,
-        fields that were added or dropped since are restored to the version's state.
+        continue above those of both (a store that never had rows continues the version's); recorded draws of
+        consumers follow the rows of a version of this store. Indices are the same if the capacities are.
+        Versions in the store's folder are kept. If the version is of this store, fields that were added or
+        dropped since are restored to the version's state.
 
         A buffer without rows also loads the rows that `dumps` of a TorchRL buffer wrote, the oldest row
         first; a warning names what is not loaded, such as the sampler's state. After an interruption the rows

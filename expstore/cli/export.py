@@ -5,6 +5,7 @@ Used by `expstore.cli.app`, which reports errors. Neither command changes an exi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -94,6 +95,16 @@ DatasetId = Annotated[
     str | None,
     typer.Option("--dataset-id", metavar="ID", help="Id of the Minari dataset, such as cartpole/random-v0."),
 ]
+OfDraws = Annotated[
+    bool,
+    typer.Option(
+        "--draws", help="Export the draws of consumers instead of rows: a Parquet file with an order."
+    ),
+]
+OfConsumer = Annotated[
+    str | None,
+    typer.Option("--consumer", metavar="NAME", help="With --draws: export only the draws of this consumer."),
+]
 AsStorage = Annotated[
     str | None,
     typer.Option(
@@ -118,9 +129,11 @@ def export(
     where: Where = None,
     version: OfVersion = None,
     dataset_id: DatasetId = None,
+    draws: OfDraws = False,
+    consumer: OfConsumer = None,
     as_json: Json = False,
 ) -> int:
-    """Write the rows of a store to files for other programs."""
+    """Write the rows of a store to files for other programs, or which rows its consumers have drawn."""
     asked = {
         "arrow": as_arrow,
         "hdf5": as_hdf5,
@@ -129,6 +142,12 @@ def export(
         "parquet": as_parquet,
     }
     chosen = [name for name, wanted in asked.items() if wanted]
+    if draws:
+        if chosen or not all(one is None for one in (fields, episodes, where, version, dataset_id)):
+            raise typer.BadParameter("--draws takes --consumer and --json, and no option for rows")
+        return _export_draws(store, target, consumer, as_json=as_json)
+    if consumer is not None:
+        raise typer.BadParameter("--consumer requires --draws")
     if len(chosen) != 1:
         raise typer.BadParameter(f"choose one format: {', '.join(f'--{name}' for name in asked)}")
     if episodes is not None and where is not None:
@@ -149,6 +168,31 @@ def export(
         print_json(dataclasses.asdict(done) | {"path": str(done.path), "fields": list(done.fields)})
     else:
         _tell(done)
+    return 0
+
+
+def _export_draws(store: Path, target: Path, consumer: str | None, *, as_json: bool) -> int:
+    from expstore.cli.query import ask
+    from expstore.disk.atomic_build import build_atomically
+    from expstore.disk.files import Disk
+    from expstore.errors import NotFoundError
+    from expstore.storages.format.manifest import check_target
+
+    disk = Disk()
+    check_target(disk, target)
+    which = "" if consumer is None else "WHERE consumer = '{}'".format(consumer.replace("'", "''"))
+    found = ask([store], f"SELECT * FROM draws {which} ORDER BY consumer, draw, place", None)
+    if not len(found):
+        whose = "consumers" if consumer is None else f"a consumer {consumer!r}"
+        raise NotFoundError(f"{store} has no draws of {whose}", hint=f"see expstore consumers {store}")
+    with build_atomically(disk, target, single=True) as folder:
+        found.to_parquet(folder / target.name)
+        with contextlib.closing(disk.open(folder / target.name)) as file:
+            file.sync()
+    if as_json:
+        print_json({"path": str(target), "rows": len(found)})
+    else:
+        typer.echo(f"{target} holds {len(found):,} drawn rows")
     return 0
 
 

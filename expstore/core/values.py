@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -263,3 +263,9 @@ class Selection:
     notes: dict[Any, Any] = field(default_factory=dict)
     oldest: int = 0
     mass: Mass | None = None
+
+    def take(self, which: Any) -> Selection:
+        """Return a part of the rows. `which`: what NumPy takes as an index, such as a mask or a slice."""
+        info = {key: values[which] for key, values in self.info.items()}
+        marks = tuple(replace(mark, flags=mark.flags[which]) for mark in self.marks)
+        return replace(self, ids=self.ids[which], info=info, marks=marks)

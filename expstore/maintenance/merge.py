@@ -94,7 +94,7 @@ def merge(
     episode ids are new. The name of a source gets the name of its store as a prefix, as in `run-1/arm`, so
     that trajectory ids of different stores never collide. Episodes keep their facts; open episodes are cut.
     `meta` of the new store lists the stores with their `meta`; settings that draws depend on are new. If a
-    store keeps the best rows, these rows are copied; the new store keeps the newest.
+    store keeps the best rows, these rows are copied; the new store keeps the newest. It has no consumers.
 
     Crashes: the new store is complete or does not exist. Processes: no process may write to the stores
     meanwhile.

@@ -47,9 +47,10 @@ def resize(
 
     Rows keep their ids, episodes, priorities and counts. The store keeps its draws, settings, specs, sources
     and snapshots. Rows that do not fit are dropped, the oldest first. A store that keeps the best rows drops
-    the worst, and its remaining rows get new ids. TorchRL's `index`, which is (id - 1) modulo the capacity,
-    changes. Later draws by priority choose other rows than they would have, because the rows are in other
-    slots. Until it is done, the rows need twice their disk space.
+    the worst, and its remaining rows get new ids, which recorded draws of consumers follow. TorchRL's
+    `index`, which is (id - 1) modulo the capacity, changes. Later draws by priority choose other rows than
+    they would have, because the rows are in other slots. Until it is done, the rows need twice their disk
+    space.
 
     Crashes: the new columns are built in the store's folder; the store has its former capacity until all of
     them are on the disk, and the new capacity afterwards. If the process ends while the files are moved to

@@ -5,6 +5,7 @@ Used by `expstore.sql.sync` for a query. It decides neither which rows are visib
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from expstore.disk.files import Disk
     from expstore.sql.views import Column, Relations
+    from expstore.storages.format.draw_log import Draw
 
 #: Rows that are read at a time to assemble a column for a query.
 _PIECE_ROWS = 65_536
@@ -88,21 +90,28 @@ def _read_draws(disk: Disk, path: Path) -> pa.Table:
 
     from expstore.sql.views import DRAWS
     from expstore.storages.format.draw_log import read_draws
+    from expstore.storages.format.renumbering import Renumbering
 
-    batches = []
-    for name, draw in read_draws(disk, path):
-        ids, weights = draw.selection.ids, draw.selection.info.get(("priority_weight",))
-        weight = pa.nulls(ids.size, pa.float64()) if weights is None else pa.array(weights.astype(np.float64))
+    table, batches = Renumbering.load(disk, path), []
+    for name, draws in itertools.groupby(read_draws(disk, path), key=lambda one: one[0]):
+        found = [draw for _, draw in draws]
+        sizes = np.array([draw.selection.ids.size for draw in found])
+        starts = np.cumsum(sizes) - sizes
+        weights = [draw.selection.info.get(("priority_weight",), _none(draw)) for draw in found]
         columns = [
-            pa.array([name]).take(pa.array(np.zeros(ids.size, np.int64))),
-            pa.array(np.full(ids.size, draw.number)),
-            pa.array(np.arange(ids.size)),
-            pa.array(ids),
-            weight,
-            pa.array(np.full(ids.size, draw.at)).cast(pa.timestamp("us")),
+            pa.repeat(name, int(sizes.sum())),
+            np.repeat([draw.number for draw in found], sizes),
+            np.arange(sizes.sum()) - np.repeat(starts, sizes),
+            table.present(np.concatenate([draw.selection.ids for draw in found])),
+            pa.array(np.concatenate(weights).astype(np.float64), from_pandas=True),  # NaN: NULL
+            pa.array(np.repeat([draw.at for draw in found], sizes)).cast(pa.timestamp("us")),
         ]
-        batches.append(pa.record_batch(columns, schema=DRAWS))
-    return pa.Table.from_batches(batches, schema=DRAWS)
+        batches.append(pa.table(columns, schema=DRAWS))
+    return pa.concat_tables(batches) if batches else DRAWS.empty_table()
+
+
+def _none(draw: Draw) -> Array:
+    return np.full(draw.selection.ids.size, np.nan)
 
 
 def _make_reader(storage: ReadView, place: int, window: Window) -> Callable[[IntArray], Array]:

@@ -138,6 +138,37 @@ def test_draws_of_lost_rows_that_are_not_cut_are_found(
         cut()
 
 
+@pytest.mark.guarantee("consumers/restore")
+@pytest.mark.usefixtures("no_syncs")
+@pytest.mark.parametrize("cuts", [40, pytest.param(2000, marks=pytest.mark.torture)])
+def test_the_power_goes_while_a_version_is_restored(
+    learner: Learner, cuts: int, tmp_path: Path, long_seed: int, count_cases: Callable[..., None]
+) -> None:
+    """Rows and their former ids change together: recorded draws never have other rows, and lose none."""
+    path, versions = learner.path, learner.path.parent / "versions"
+    drawn: list[list[float]] = []
+    with buffer(ZarrStorage(path)) as rb:
+        rb.snapshots.create(versions)
+        with rb.consumer("learner", keep="all") as c:
+            drawn += [c.sample()["observation"].tolist() for _ in range(4)]
+
+    def restore(disk: Disk) -> None:
+        with buffer(ZarrStorage(path, disk=disk)) as rb:
+            rb.consumer("learner", keep="all").commit()
+            for start in (4, 8):
+                rb.extend(rows(start, 4, mark=1.0))
+                rb.snapshots.restore(versions)
+
+    disks, lows = tmp_path / "disks", set()
+    disks.mkdir()
+    for _, at in disks_after(path.parent, restore, disks, cuts, long_seed):
+        with buffer(ZarrStorage(at / "a.exp")) as rb, rb.consumer("learner", keep="all") as c:
+            assert [batch["observation"].tolist() for batch in c.replay(0)] == drawn
+            lows.add(rb.storage.stored.low)
+        count_cases()
+    assert len(lows) > 1
+
+
 @pytest.mark.guarantee("consumers/kill")
 @pytest.mark.usefixtures("no_syncs")
 @pytest.mark.parametrize("torn", [None, 0.5])

@@ -31,6 +31,7 @@ from expstore.disk.writer_lock import WriterLock, is_locked
 from expstore.errors import CorruptionError, LockedError, NotFoundError, StateError, StorageError
 from expstore.storages.format.paths import LOCK
 from expstore.storages.format.ranks import read_committed
+from expstore.storages.format.renumbering import Renumbering
 
 #: Folder of the consumers' folders, in a store.
 CONSUMERS = "consumers"
@@ -191,6 +192,7 @@ class DrawLog:
 
     def __init__(self, disk: Disk, folder: Path, id: str, *, writes: bool = True) -> None:
         self._disk, self._folder, self._writes = disk, folder, writes
+        self._store = folder.parent.parent
         self._salt = google_crc32c.value(id.encode())
         names = sorted(name for name in disk.names(folder) if name.isdigit())
         self._segments = [_Segment(folder / name, int(name)) for name in names]
@@ -256,6 +258,23 @@ class DrawLog:
             raise CorruptionError(f"{segment.path}: draw {number} is damaged")
         with parsing(segment.path):
             return _parse_draw(number, data)
+
+    def __iter__(self) -> Iterator[Draw]:
+        """Yield all draws in the log; each file is read once.
+
+        Raises:
+            CorruptionError: A draw is damaged.
+        """
+        ends = [*(segment.first for segment in self._segments[1:]), self.count]
+        for segment, end in zip(self._segments, ends, strict=False):
+            self._scan(segment)
+            data = self._disk.read_whole(segment.path)
+            known = segment.first + len(segment.offsets)
+            if known < end:
+                raise CorruptionError(f"{segment.path} is damaged before draw {known}")
+            for number, at in zip(range(segment.first, end), segment.offsets, strict=False):
+                with parsing(segment.path):
+                    yield _parse_draw(number, data[at : at + _HEADER.unpack_from(data, at)[0]])
 
     def _range(self) -> str:
         return f"draws {self.first} to {self.count - 1}" if self.first < self.count else "no draw"
@@ -329,13 +348,15 @@ class DrawLog:
             return 1, np.zeros(0, np.uint32)
         newest = self._segments[-1]
         first, known = self._read_base_counts(newest)
-        ids = np.concatenate([_NONE, *(ids for _, ids in self._read_ids(newest, Use.COUNTED))])
+        before = np.flatnonzero(known)
+        ids = np.concatenate([first + before, *(ids for _, ids in self._read_ids(newest, Use.COUNTED))])
+        times = np.ones(ids.size, np.uint32)
+        times[: before.size] = known[before]
+        ids = Renumbering.load(self._disk, self._store).present(ids)
         low = max(newest.low, first - 1)
-        last = max(first + known.size - 1, int(ids.max(initial=0)))
-        counts = np.zeros(max(0, last - low), np.uint32)
-        known = known[low + 1 - first :]
-        counts[: known.size] = known
-        np.add.at(counts, ids[ids > low] - (low + 1), np.uint32(1))  # other types are slow
+        here = ids > low
+        counts = np.zeros(max(0, int(ids.max(initial=0)) - low), np.uint32)
+        np.add.at(counts, ids[here] - (low + 1), times[here])
         return low + 1, counts
 
     def _read_base_counts(self, segment: _Segment) -> tuple[int, Array]:
@@ -667,8 +688,9 @@ def find_leases(disk: Disk, store: Path, rows: int) -> Iterator[Leases]:
     """
     for folder, about in find_consumers(disk, store):
         log = DrawLog(disk, folder, about.id, writes=False)
+        names = Renumbering.load(disk, store)
         limit = rows // 10 if about.lease_rows is None else about.lease_rows
-        ended, leased = log.read_leased(log.committed), [_NONE]
+        ended, leased = _rename(log.read_leased(log.committed), names), [_NONE]
         for number, ids in ended:
             limit -= ids.size
             if limit < 0:
@@ -678,12 +700,16 @@ def find_leases(disk: Disk, store: Path, rows: int) -> Iterator[Leases]:
         yield Leases(folder, log, np.unique(np.concatenate(leased)), ended)
 
 
+def _rename(draws: Iterator[tuple[int, IntArray]], names: Renumbering) -> Iterator[tuple[int, IntArray]]:
+    for number, ids in draws:
+        yield number, names.present(ids)
+
+
 def read_draws(disk: Disk, store: Path) -> Iterator[tuple[str, Draw]]:
     """Yield all draws in the logs of a store's consumers, each with the name of its consumer."""
     for folder, about in find_consumers(disk, store):
-        log = DrawLog(disk, folder, about.id, writes=False)
-        for number in range(log.first, log.count):
-            yield folder.name, log.read(number)
+        for draw in DrawLog(disk, folder, about.id, writes=False):
+            yield folder.name, draw
 
 
 def _find_runs(ids: IntArray) -> IntArray | None:

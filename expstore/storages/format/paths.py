@@ -14,6 +14,8 @@ JOURNAL = "journal"
 LOCK = "LOCK"
 LOG = "episodes.log"
 REDO = "redo"
+#: Former ids of rows, once rows got new ones.
+RENUMBERED = "renumbered"
 SEGMENTS = "segments"
 STATE = "STATE"
 #: In a folder that is a snapshot, which has no writer.

@@ -145,7 +145,7 @@ class _Newest(Arrival):
         last, low = storage.last, self._own.low
         low = low if capacity is None else max(low, last - capacity)
         manifest = _manifest_for(storage, self._own.manifest, capacity)
-        numbers = {"low": low, "count": last - low, "id_shift": 0, "episode_shift": 0}
+        numbers: dict[str, Any] = {"low": low, "count": last - low, "id_shift": 0, "episode_shift": 0}
         super().__init__(self._own, manifest, storage.episodes.session, **numbers)
 
     def base(self, content: tuple[int, int]) -> dict[str, Any]:
@@ -182,7 +182,12 @@ class _Best(Arrival):
         self._own, self._progress = _Own.of(storage, sums), progress
         self._kept = _best_ids(storage, ranking, capacity)
         manifest = _manifest_for(storage, self._own.manifest, capacity).replace(deleted=NO_IDS)
-        numbers = {"low": 0, "count": self._kept.size, "id_shift": storage.last, "episode_shift": 0}
+        numbers: dict[str, Any] = {
+            "low": 0,
+            "count": self._kept.size,
+            "id_shift": storage.last,
+            "episode_shift": 0,
+        }
         super().__init__(self._own, manifest, storage.episodes.session, **numbers)
 
     def runs(self) -> Iterator[tuple[int, list[Array]]]:
@@ -196,6 +201,12 @@ class _Best(Arrival):
             arrays[-5] = np.arange(first, first + ids.size)
             yield first, arrays
             self._progress((start + ids.size) * each, self.count * each)
+
+    def renumber(self) -> IntArray:
+        """Return which rows get new ids: first id before, rows, first new id. Shape `(n, 3)`."""
+        begins = np.flatnonzero(np.diff(self._kept, prepend=-1) != 1)
+        rows = np.diff(begins, append=self.count)
+        return np.stack([self._kept[begins], rows, self.low + 1 + begins], axis=1)
 
 
 def _best_ids(storage: Storage, ranking: Ranking, count: int) -> IntArray:

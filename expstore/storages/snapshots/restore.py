@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from expstore.core.geometry import round_up
-from expstore.core.values import Array, cut_run, key_name
+from expstore.core.values import Array, IntArray, cut_run, key_name
 from expstore.disk.bulk_files import sync_paths
 from expstore.disk.files import Disk
 from expstore.disk.threads import Threads
@@ -40,13 +40,15 @@ from expstore.storages.columns.sample_counts_column import SampledColumn, find_s
 from expstore.storages.format.journal import ALIGN, Journal, Kind, read_journal
 from expstore.storages.format.layout import ColumnLayout, layout_of
 from expstore.storages.format.manifest import MANIFEST, Manifest
-from expstore.storages.format.paths import CHECKSUMS, COLUMNS, JOURNAL, LOG, SEGMENTS
+from expstore.storages.format.paths import CHECKSUMS, COLUMNS, JOURNAL, LOG, RENUMBERED, SEGMENTS
+from expstore.storages.format.renumbering import Renumbering
 from expstore.storages.format.swap import TEMPORARY, Swap, is_half_replaced
 from expstore.storages.snapshot_access import SnapshotAccess
 from expstore.storages.snapshots.capture import manifest_of
+from expstore.storages.snapshots.common_rows import CommonRows
 
 #: What belongs to the content of a store, besides expstore.json.
-CONTENT = Swap(replaced=(COLUMNS, SEGMENTS, CHECKSUMS, LOG, JOURNAL))
+CONTENT = Swap(replaced=(COLUMNS, SEGMENTS, CHECKSUMS, LOG, JOURNAL, RENUMBERED))
 #: Settings in expstore.json that a storage keeps when its content is replaced.
 _OWN = (
     *("uuid", "created", "capacity", "ndim", "dims", "layout", "storage", "compression", "keyed"),
@@ -234,6 +236,7 @@ class Arrival:
         count: Number of rows that are restored.
         id_shift: Added to ids.
         episode_shift: Added to episode ids.
+        common: Finds rows that the storage has had; None: their former ids are not needed.
     """
 
     def __init__(
@@ -246,9 +249,10 @@ class Arrival:
         count: int,
         id_shift: int,
         episode_shift: int,
+        common: CommonRows | None = None,
     ) -> None:
         self.content, self.manifest, self.session, self.count = content, manifest, session, count
-        self._low, self._ids, self._episodes = low, id_shift, episode_shift
+        self._low, self._ids, self._episodes, self._common = low, id_shift, episode_shift, common
 
     @classmethod
     def of(cls, content: ContentLike, storage: Storage) -> Arrival:
@@ -306,6 +310,7 @@ class Arrival:
             count=last - low,
             id_shift=shift,
             episode_shift=max(table.next_episode, base["episodes"]["next_episode"]) - 1 if former else 0,
+            common=CommonRows.of(content.manifest, storage, low) if isinstance(content, Content) else None,
         )
 
     @property
@@ -348,9 +353,18 @@ class Arrival:
         step = max(1, STEP_BYTES // self.content.row_bytes)
         for start in range(0, self.count, step):
             arrays = self.content.rows(self._low + 1 + start, min(step, self.count - start))
+            if self._common is not None:
+                self._common.compare(arrays)
             arrays[-5] += self._ids
             arrays[-4] += self._episodes
             yield self.low + 1 + start, arrays
+
+    def renumber(self) -> IntArray:
+        """Return which rows get new ids, after `runs`: first id in the storage, rows, first new id.
+
+        Shape `(n, 3)`.
+        """
+        return np.empty((0, 3), np.int64) if self._common is None else self._common.shift(self._ids)
 
     @property
     def counted(self) -> bool:
@@ -502,6 +516,10 @@ def _build(disk: Disk, temporary: Path, arrival: Arrival, *, sequence: int, read
         paths, more = _build_columns(disk, temporary, arrival, manifest.schema, stamp, ready, pool)
         written += paths
         folders |= more
+    runs = arrival.renumber()
+    if runs.size:
+        disk.put(temporary / RENUMBERED, Renumbering.load(disk, temporary.parent).then(runs).pack())
+        written.append(temporary / RENUMBERED)
     disk.put(temporary / MANIFEST, manifest.pack())
     log = b"".join(entry.pack() for entry in arrival.entries())
     disk.put(temporary / LOG, log)
