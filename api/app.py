@@ -21,16 +21,18 @@ from expstore.api.gateway import Gateway
 from expstore.api.metrics import Metrics
 from expstore.api.openapi import TAGS, add_security
 from expstore.api.page import files as page_files
-from expstore.api.routes import draws, events, health, query, read, sample, snapshots, write
+from expstore.api.routes import consumers, draws, events, health, query, read, sample, snapshots, write
 from expstore.api.settings import Settings
 from expstore.api.stores import Stores
 
 #: Routes of every server, and those of servers that write. An application has them as its own: in a router
 #: that it includes, FastAPI would search them twice for each request, and hide which one it finds.
 READING = [
-    route for part in (health, read, events, sample, draws, query, snapshots) for route in part.router.routes
+    route
+    for part in (health, read, events, sample, draws, consumers, query, snapshots)
+    for route in part.router.routes
 ]
-_CHANGING = [*write.router.routes, *snapshots.changing.routes]
+_CHANGING = [*write.router.routes, *consumers.changing.routes, *snapshots.changing.routes]
 
 
 class _Upkeep:

@@ -20,6 +20,7 @@ import numpy as np
 from anyio import CapacityLimiter
 
 import expstore
+from expstore.api.consumers import ServedConsumers
 from expstore.api.deletion import remove_folder, remove_leftovers, rename_for_deletion
 from expstore.api.done_keys import DoneKeys
 from expstore.api.errors import Refusal
@@ -95,9 +96,10 @@ class Served:
         self.name, self.path, self.rb = name, path, rb
         self.heard = SessionActivity(settings.clock, rb.episodes.remote_sessions())
         self._sql_workers = sql_workers
-        self.member = LocalMember(
-            rb, limiter=limiter, make=partial(make_limited, seconds=settings.sql_seconds)
-        )
+        make = partial(make_limited, seconds=settings.sql_seconds)
+        self.member = LocalMember(rb, limiter=limiter, make=make)
+        #: The open consumers; the buffer closes them.
+        self.consumers = ServedConsumers(rb, make)
         self.summarizer = Summarizer(name, path, rb, lambda: self.member.rows_drawn)
         #: Numbers of rows whose priorities were set, by the keys of the requests.
         self.updates: DoneKeys[int] = DoneKeys()

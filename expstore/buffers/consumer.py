@@ -457,6 +457,7 @@ class Consumer(StorePart):
         log, former, is_shared = self._log, self._log.committed, self._ranks.world > 1
         if is_shared:
             self._ranks.check()
+            log.follow()
             former = self._ranks.committed_here(former)
         if not former <= count <= log.count:
             raise StateError(

@@ -465,6 +465,29 @@ class ShardedReplayBuffer(ServedBuffer[tuple[int, int]]):
         self._queue.reset(int(state_dict["draw"]))
         self._others, self._macro.passed = int(state_dict["others"]), set(state_dict["passed"])
 
+    def consumer(self, *_: Any, **__: Any) -> NoReturn:
+        """Not available: the log of a consumer is in the folder of one store.
+
+        Raises:
+            RemoteError: Always (kind "local_only").
+        """
+        raise RemoteError(
+            "consumer is not available for several shards together", kind="local_only",
+            hint="connect() to one store; state_dict() keeps the place of draws from several",
+        )  # fmt: skip
+
+    @property
+    def consumers(self) -> NoReturn:
+        """Not available: each shard has consumers of its own.
+
+        Raises:
+            RemoteError: Always (kind "local_only").
+        """
+        raise RemoteError(
+            "consumers is not available for several shards together", kind="local_only",
+            hint="connect() to each store",
+        )  # fmt: skip
+
     @property
     def snapshots(self) -> NoReturn:
         """Not available: other versions than those of `dumps` are of one store each.

@@ -18,8 +18,10 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection, lazy_stack
 
+from expstore.buffers.consumer import Keep, Place
 from expstore.buffers.domain_checks import asks_for_domain
 from expstore.buffers.member import Member, Part
+from expstore.buffers.recorded_draws import Missing
 from expstore.core.arguments import check_params
 from expstore.core.values import IntArray
 from expstore.data.batch import Layout, tensordict_of
@@ -28,6 +30,7 @@ from expstore.data.to_arrays import to_array, to_arrays
 from expstore.episodes.annotations import pack_info
 from expstore.errors import NotFoundError, QueryError, SchemaError, StateError
 from expstore.remote.connect_options import ConnectOptions
+from expstore.remote.consumer import RemoteConsumer, RemoteConsumers
 from expstore.remote.http_member import HttpMember
 from expstore.remote.local_only import LocalEpisodes
 from expstore.remote.served_buffer import ServedBuffer
@@ -39,6 +42,7 @@ from expstore.sql.result import Result
 from expstore.storages.episode_lookup import check_episode
 from expstore.storages.snapshots.catalog import Version
 from expstore.wire.codec import Codec, Decoder, Encoder, with_wishes
+from expstore.wire.frames import Frame
 from expstore.wire.stream import frames_in, read_table, write_stream
 from expstore.wire.tables import describe_left_out, find_names, is_table, take_table, to_table
 
@@ -215,7 +219,12 @@ class RemoteReplayBuffer(ServedBuffer[int]):
                 if number is not None and self._draw == number + 1:  # no other thread has drawn since
                     self._draw = number
             raise
-        rows, info = self._split_info(self._build(part), return_info, include_info)
+        return self._finish(self._build(part), return_info, include_info, as_numpy)
+
+    def _finish(
+        self, batch: TensorDict, return_info: bool, include_info: bool | None, as_numpy: bool | None
+    ) -> Any:
+        rows, info = self._split_info(batch, return_info, include_info)
         return self._convert((rows, info) if return_info else rows, as_numpy)
 
     def _convert(self, batch: Any, as_numpy: bool | None) -> Any:
@@ -265,6 +274,75 @@ class RemoteReplayBuffer(ServedBuffer[int]):
 
     def _ask_each(self, act: Callable[[Member], _Result]) -> list[_Result]:
         return [act(self.member)]
+
+    # -- consumers -------------------------------------------------------------------------------
+
+    def consumer(
+        self,
+        name: str,
+        *,
+        sampler: str | Mapping[str, Any] | None = None,
+        where: str | None = None,
+        batch_size: int | None = None,
+        seed: int | None = None,
+        at: Place = "committed",
+        missing: Missing = "raise",
+        keep: Keep = "uncommitted",
+        rank: int | None = None,
+        world: int | None = None,
+        timeout: float = 600.0,
+        lease_rows: int | None = None,
+    ) -> RemoteConsumer:
+        """Open a consumer on the server; see `ReplayBuffer.consumer`. It is created if it is new.
+
+        The server records the draws, and has the consumer open until rank 0 closes it, or the server ends.
+
+        Args:
+            name: 1 to 100 letters, digits or `. _ -`.
+            sampler: A dict with `kind` and parameters, or a kind, with its default parameters; uniform by
+                default. Kinds that remember which rows were drawn are allowed, too.
+            where: SQL condition, without functions, of the rows to draw.
+            batch_size: Rows per batch, of all ranks together; None: the buffer's.
+            seed: Seed of the draws of a new consumer; None: the store's.
+            at: Where to begin, as for `seek`.
+            missing: What happens when a row of a recorded draw was deleted or overwritten: "raise" or "skip".
+            keep: Which draws the log keeps: "uncommitted", "all", or the last so many and those after the
+                last `commit`.
+            rank: Which part of each batch this process gets, from 0; None: the environment variable RANK, or
+                0. The ranks may be on any machines.
+            world: Number of processes that share the batches; None: the environment variable WORLD_SIZE, or
+                1. Another number than before begins a new generation.
+            timeout: How long a rank other than 0 waits for rank 0 to open the consumer, and for rows, in
+                seconds. Rank 0 waits for rows as `connect(wait=)` says.
+            lease_rows: How many rows that are drawn and not committed a retention policy keeps.
+
+        Raises:
+            ArgumentError: An argument is not allowed; the consumer has another seed; `at` is a position of
+                another one.
+            LockedError: A program on the server's machine draws for the consumer.
+            NotReadyError: Rank 0 did not open the consumer in time.
+            RemoteError: The sampler is an object, which cannot be sent; or the server did not answer.
+            StateError: The store is a version, or has a rate limiter; the draws after `at` are not kept.
+        """
+        if isinstance(sampler, str):
+            sampler = {"kind": sampler}
+        ConnectOptions(sampler=sampler)  # raises if it cannot be sent
+        settings = {
+            "sampler": sampler, "where": where, "batch_size": self._require_size(batch_size), "seed": seed,
+            "missing": missing, "keep": keep, "lease_rows": lease_rows,
+        }  # fmt: skip
+        return RemoteConsumer(
+            name, self._connection, self._read_drawn, settings, at=at, rank=rank, world=world,
+            wait=self._wait, timeout=timeout,
+        )  # fmt: skip
+
+    def _read_drawn(self, frame: Frame, return_info: bool, as_numpy: bool | None) -> Any:
+        return self._finish(self._place(self._decoder.read(frame)), return_info, None, as_numpy)
+
+    @property
+    def consumers(self) -> RemoteConsumers:
+        """List the store's consumers, and end them."""
+        return RemoteConsumers(self._connection)
 
     # -- priorities ------------------------------------------------------------------------------
 

@@ -121,7 +121,7 @@ class HttpMember(Member):
 
     def _request(self, draw: Draw, rows: int, wait: float) -> Part:
         body = self._body_of(draw, rows, wait)
-        with _name_arguments():
+        with name_arguments():
             answer = self.connection.request("POST", "sample", body=body, accept=ARROW, wait=wait)
         (frame,) = frames_in(answer.body)
         return self._decode(frame)
@@ -136,7 +136,7 @@ class HttpMember(Member):
 
     def weigh(self, draw: Draw, rows: int) -> Weight:
         """Return what `rows` rows would be drawn from now."""
-        with _name_arguments():
+        with name_arguments():
             facts = self.connection.request(
                 "POST", "mass", body=_describe(draw._replace(number=None), rows)
             ).json()
@@ -157,7 +157,7 @@ class HttpMember(Member):
     ) -> None:
         """Make the server keep a sampler under a name."""
         body = {"sampler": dict(sampler), "where": where, "seed": seed}
-        with _name_arguments():
+        with name_arguments():
             self.connection.request("PUT", f"samplers/{quote(name, safe='')}", body=body)
 
     def forget_sampler(self, name: str) -> None:
@@ -177,7 +177,7 @@ class HttpMember(Member):
 
 
 @contextlib.contextmanager
-def _name_arguments() -> Iterator[None]:
+def name_arguments() -> Iterator[None]:
     """Raise ArgumentError for a request that a server refuses: it has no rows that could not fit a schema."""
     try:
         yield

@@ -47,8 +47,6 @@ INSTEAD: Mapping[str, str] = {
     "update_if_present": _MANAGE,
     "submit_update_if_present": _MANAGE,
     "empty": _MANAGE,
-    "consumer": _MANAGE,
-    "consumers": _MANAGE,
     "episodes.delete": _MANAGE,
     "columns.add": _MANAGE,
     "columns.drop": _MANAGE,
@@ -134,8 +132,6 @@ class LocalOnly:
     refresh = _refuse("refresh")
     synchronize = _refuse("synchronize")
     can_sample = _refuse("can_sample")
-    consumer = _refuse("consumer")
-    consumers = _refuse_reading("consumers")
     sampler = _refuse_reading("sampler")
     set_sampler = _refuse("set_sampler")
     set_rng = _refuse("set_rng")

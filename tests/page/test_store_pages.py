@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import httpx
 import pytest
 
 import expstore
@@ -93,6 +94,22 @@ def test_a_store_is_described(visit: Callable[..., Visit]) -> None:
     assert rows[0][0] == "episode"
     assert {float(row[1]) for row in rows[1:]} == {-8.0, 5.0, 8.0}
     assert [float(row[1]) for row in figures(page, "Length of episodes")[1:]][:5] == [8.0] * 5
+
+
+def test_consumers_are_listed(visit: Callable[..., Visit], server: Serving) -> None:
+    learner = f"{server.url}/v1/stores/run/consumers/learner"
+    for method, act, body in (
+        ("PUT", "", {"batch_size": 4}), ("POST", "/draws/11", {}), ("POST", "/commit", {"draws": 5}),
+    ):  # fmt: skip
+        httpx.request(method, learner + act, json=body).raise_for_status()
+    page = visit().open("/stores/run")
+    table = page.locator("section[aria-label='Consumers'] table")
+    assert table.locator("th").all_inner_texts() == [
+        "Consumer", "Draws", "Committed", "Lag", "Ranks", "Log", "Open",
+    ]  # fmt: skip
+    cells = table.locator("tbody td").all_inner_texts()
+    assert [*cells[:5], cells[6]] == ["learner", "12", "5", "7", "1", "yes"]
+    httpx.delete(learner).raise_for_status()
 
 
 def test_groups_axes_and_smoothing_are_in_the_address(visit: Callable[..., Visit]) -> None:

@@ -38,7 +38,7 @@ export function title({ store }) {
 /** @param {HTMLElement} root @param {import("../app.js").Context} context */
 export async function render(root, context) {
   const { params, signal } = context;
-  const summary = await getJson(storePath(params.store, "/summary"), { signal });
+  const summary = await getSummary(params.store, signal);
   const head = h("div");
   const series = h("section.card", { "aria-labelledby": "series-title" });
   const parts = SECTIONS.map((section) => ({
@@ -93,13 +93,22 @@ export async function render(root, context) {
       pauses += 1;
       if (!hasGrown && pauses < QUIET_PAUSES) return;
       [hasGrown, pauses] = [false, 0];
-      const now = await getJson(storePath(params.store, "/summary"), { signal });
+      const now = await getSummary(params.store, signal);
       if (now.written !== written || endedOf(now) !== ended) curves.changedAt = performance.now();
       [written, ended] = [now.written, endedOf(now)];
       show(now);
     },
     signal,
   );
+}
+
+/** The summary of a store, with its consumers. @param {string} store @param {AbortSignal} signal */
+async function getSummary(store, signal) {
+  const [summary, { consumers }] = await Promise.all([
+    getJson(storePath(store, "/summary"), { signal }),
+    getJson(storePath(store, "/consumers"), { signal }),
+  ]);
+  return { ...summary, consumers };
 }
 
 /** @param {any} summary */
@@ -191,6 +200,11 @@ const SECTIONS = [
     read: (/** @type {any} */ now) => (now.sessions.length ? now.sessions : null),
     build: sessionTable,
   },
+  {
+    title: "Consumers",
+    read: (/** @type {any} */ now) => (now.consumers.length ? now.consumers : null),
+    build: consumerTable,
+  },
   { title: "Versions", read: (/** @type {any} */ now) => now.versions, build: versionTable },
 ];
 
@@ -273,6 +287,23 @@ function sessionTable(sessions, store) {
       ...(withFacts
         ? [{ key: "provenance", title: "Provenance", draw: (/** @type {any} */ row) => provenance(row.provenance) }]
         : []),
+    ],
+  });
+}
+
+/** @param {any[]} consumers */
+function consumerTable(consumers) {
+  return table({
+    label: "Consumers",
+    rows: consumers,
+    columns: [
+      { key: "name", title: "Consumer", draw: (row) => h("span", { title: row.name }, shorten(row.name, 20)) },
+      { key: "draws", title: "Draws", isNumber: true, draw: (row) => integer(row.draws) },
+      { key: "committed", title: "Committed", isNumber: true, draw: (row) => integer(row.committed) },
+      { key: "lag", title: "Lag", isNumber: true, draw: (row) => integer(row.draws - row.committed) },
+      { key: "world", title: "Ranks", isNumber: true },
+      { key: "log_bytes", title: "Log", isNumber: true, draw: (row) => bytes(row.log_bytes) },
+      { key: "is_open", title: "Open", draw: (row) => (row.is_open ? "yes" : "no") },
     ],
   });
 }

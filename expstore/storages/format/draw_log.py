@@ -30,6 +30,7 @@ from expstore.disk.files import Disk, File
 from expstore.disk.writer_lock import WriterLock, is_locked
 from expstore.errors import CorruptionError, LockedError, NotFoundError, StateError, StorageError
 from expstore.storages.format.paths import LOCK
+from expstore.storages.format.ranks import read_committed
 from expstore.storages.format.renumbering import Renumbering
 
 #: Folder of the consumers' folders, in a store.
@@ -684,7 +685,8 @@ def describe_consumers(disk: Disk, store: Path, rows: int) -> list[ConsumerInfo]
     found = []
     for leases in find_leases(disk, store, rows):
         log, is_open = leases.log, is_locked(disk, leases.folder / LOCK)
-        facts = log.count, log.committed, log.first, log.size
+        committed = read_committed(disk, leases.folder, log.committed)
+        facts = log.count, committed, log.first, log.size
         found.append(ConsumerInfo(leases.folder.name, *facts, is_open, leases.ids.size))
     return found
 

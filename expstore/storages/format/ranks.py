@@ -50,7 +50,7 @@ class Ranks:
     def join(self) -> bool:
         """Read the present generation; return whether it has this number of ranks."""
         self._stamp = self._read_stamp()
-        self._generation, self._members = _load(self._disk, self._folder)
+        self._generation, self._members = read_generation(self._disk, self._folder)
         return self._members == self.world
 
     def begin(self) -> None:
@@ -72,7 +72,7 @@ class Ranks:
         """
         if self._read_stamp() == self._stamp:
             return
-        generation, world = _load(self._disk, self._folder)
+        generation, world = read_generation(self._disk, self._folder)
         if generation != self._generation:
             raise StateError(
                 f"the consumer has {world} ranks now; this was rank {self.rank} of {self.world}",
@@ -159,7 +159,14 @@ def _name(rank: int) -> str:
     return f"commit-{rank}"
 
 
-def _load(disk: Disk, folder: Path) -> tuple[int, int]:
+def read_committed(disk: Disk, folder: Path, floor: int) -> int:
+    """Return how many draws all ranks of a consumer have committed; `floor` is what its log says."""
+    ranks = Ranks(disk, folder, 0, 1)
+    ranks.join()
+    return ranks.committed(floor)
+
+
+def read_generation(disk: Disk, folder: Path) -> tuple[int, int]:
     """Return the generation and its number of ranks; without a file there is one rank."""
     path = folder / _RANKS
     if not disk.exists(path):

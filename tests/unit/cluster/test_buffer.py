@@ -244,8 +244,11 @@ def test_arguments_are_checked(urls: list[str]) -> None:
     for options in ({"batch_size": None}, {"sampler": {"kind": "slices", "slice_len": 3}}):
         with connect(urls, **options) as rb, pytest.raises(StateError):
             rb.sample()
-    with connect(urls) as rb, pytest.raises(RemoteError):
-        _ = rb.snapshots
+    with connect(urls) as rb:
+        for act in (lambda: rb.snapshots, lambda: rb.consumers, lambda: rb.consumer("learner")):
+            with pytest.raises(RemoteError) as caught:
+                act()
+            assert caught.value.kind == "local_only"
 
 
 def test_different_fields_are_named(urls: list[str]) -> None:
