@@ -53,6 +53,7 @@ class RowChanges(Checkpointed):
 
     def __init__(self, disk: Disk, store: Path) -> None:
         self._disk, self._store, self._path = disk, store, store / CHANGES
+        self._consumers = store / CONSUMERS
         self._has_consumers = self._is_new = self._is_dirty = False
         self._file: File | None = None
         self._length = self._compacted = 0
@@ -74,7 +75,7 @@ class RowChanges(Checkpointed):
     def _append(self, number: int, ids: IntArray) -> bool:
         """Append a record; return False if there are no consumers."""
         if not self._has_consumers:
-            self._has_consumers = self._disk.is_dir(self._store / CONSUMERS)
+            self._has_consumers = self._disk.is_dir(self._consumers)
             if not self._has_consumers:
                 return False
         file = self._file or self._open()
@@ -138,7 +139,7 @@ class RowChanges(Checkpointed):
         Raises:
             StorageError: The disk failed; the file is as before.
         """
-        if not self._disk.is_dir(self._store / CONSUMERS):
+        if not self._disk.is_dir(self._consumers):
             return
         size, pending = self._disk.size(self._path), find() if find else []
         if size <= COMPACT_BYTES if find is None else size < 0 and not pending:
@@ -186,7 +187,7 @@ class ChangedRows:
         self._newest: dict[int, int] = {}  # of the newest change, by id
         self._since: int | None = None  # older changes are not in it
         self._stamp: tuple[int, ...] = ()
-        self._inode = self._at = 0  # of the file that was read, and how far
+        self._head, self._at = b"", 0  # how the file began, and how far it was read
 
     def find(self, ids: IntArray, since: int, pending: Sequence[Change] | None) -> Array:
         """Return which rows were changed after the change of number `since`.
@@ -204,9 +205,9 @@ class ChangedRows:
             StorageError: The disk failed.
         """
         if self._since is None or since < self._since:
-            self._newest, self._since, self._stamp, self._inode = {}, since, (), 0
+            self._newest, self._since, self._stamp, self._head = {}, since, (), b""
         stamp = self._disk.read_stamp(self._path)
-        if stamp != self._stamp:
+        if stamp and stamp != self._stamp:
             self._read(self._since, is_torn=pending is not None)
             self._stamp = stamp
         newest = self._newest
@@ -219,8 +220,8 @@ class ChangedRows:
     def _read(self, since: int, *, is_torn: bool) -> None:
         """Read what was appended; all of a file that was rewritten."""
         with closing(self._disk.open(self._path, write=False)) as file:
-            if file.inode() != self._inode:
-                self._inode, self._at = file.inode(), 0
+            if (head := file.read(0, _HEADER.size)) != self._head:  # its checksum is another one
+                self._head, self._at = head, 0
             data = file.read(self._at, file.size() - self._at)
         found, length = _parse(data, self._path, is_torn=is_torn)
         self._at += length
@@ -232,7 +233,7 @@ class ChangedRows:
 def _pack(number: int, ids: IntArray, numbers: IntArray | None = None) -> bytes:
     """Return a record: of one change, or of the newest change of each row."""
     size, runs = ids.size, 0
-    if numbers is None:
+    if numbers is None and size > 2:
         found = IdSet.of_ids(ids)
         if 2 * found.first.size < size:
             runs = found.first.size

@@ -322,7 +322,10 @@ def test_the_file_does_not_grow_for_ever(rb: Any, path: Path, monkeypatch: pytes
     with rb.consumer("learner", sampler="without_replacement") as c:
         drawn = draw(c, 5)
         for number in range(400):
-            change(rb, [drawn[number % 3][0]], number)
+            change(rb, [drawn[number % 2][0]], number)
+            if number == 300:
+                assert_changed(c, 1, drawn[1][:1])
+        change(rb, [drawn[2][0]], 400)
         assert (path / "changes").stat().st_size < 1100
         for number in range(3):
             assert_changed(c, number, drawn[number][:1])
