@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from expstore.buffers.consumer import Consumer, Keep
-from expstore.buffers.recorded_draws import Missing
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core.per_key import PerKey
 from expstore.disk.files import Disk
 from expstore.errors import ArgumentError, ExpStoreError, NotFoundError, NotReadyError, StateError
 from expstore.samplers.base import Sampler
+from expstore.samplers.given_order import Missing
 from expstore.storages.format.draw_log import CONSUMERS, About
 from expstore.storages.format.ranks import read_generation
 

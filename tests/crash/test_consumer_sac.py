@@ -151,3 +151,25 @@ def test_kills_do_not_change_a_bit_of_the_parameters(sac: Any, recorded: TensorD
     for step in at:
         live_and_die(lambda step=step: killed.live(step))
     assert same(in_child(killed.live), expected)
+
+
+@pytest.mark.guarantee("consumers/learner")
+@pytest.mark.slow
+def test_a_version_and_an_order_train_the_same_again(sac: Any, recorded: TensorDict, tmp_path: Path) -> None:
+    """A version has the rows, and an exported order the draws: elsewhere they give the same parameters."""
+    training, order = Training(sac, tmp_path / "run", recorded), tmp_path / "order.parquet"
+    expected = in_child(training.live)
+    with expstore.open(training.path) as rb:
+        rb.dumps(tmp_path / "versions")
+        rb.sql("SELECT draw, place, id FROM draws").to_parquet(order)
+
+    def train_again() -> dict[str, Any]:
+        agent = training.make_agent()
+        with expstore.open(tmp_path / "elsewhere.exp", batches={"as_numpy": True}) as rb:
+            rb.loads(tmp_path / "versions")
+            with rb.consumer("again", manifest=order) as consumer:
+                for batch in consumer:
+                    agent.learn(batch)
+        return agent.state()  # type: ignore[no-any-return]
+
+    assert same(in_child(train_again), expected)
