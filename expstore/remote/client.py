@@ -21,7 +21,6 @@ from tensordict import TensorDict, TensorDictBase, is_tensor_collection, lazy_st
 from expstore.buffers.consumer import Keep, Place
 from expstore.buffers.domain_checks import asks_for_domain
 from expstore.buffers.member import Member, Part
-from expstore.buffers.recorded_draws import Missing
 from expstore.core.arguments import check_params
 from expstore.core.values import IntArray
 from expstore.data.batch import Layout, tensordict_of
@@ -36,6 +35,7 @@ from expstore.remote.local_only import LocalEpisodes
 from expstore.remote.served_buffer import ServedBuffer
 from expstore.remote.snapshots import RemoteSnapshots
 from expstore.remote.transport import ARROW, Answer, Connection
+from expstore.samplers.given_order import Missing
 from expstore.schema.row_fields import SAMPLE_ENTRIES
 from expstore.schema.schema import Schema
 from expstore.sql.result import Result
