@@ -11,7 +11,7 @@ All modules raise these errors. This module does no I/O::
     ├── QueryError     (ValueError)     the SQL is not one read-only SELECT that DuckDB accepts
     ├── NotFoundError  (KeyError)       no such id, episode or snapshot
     │   ├── NoRowError (IndexError)     no row with this index
-    │   └── RowsChangedError            a recorded batch had rows that are not there any more
+    │   └── RowsChangedError            a recorded batch had rows that were changed or are gone
     ├── NotReadyError  (RuntimeError)   fewer rows than the call needs; try again later
     ├── StateError     (RuntimeError)   closed, poisoned, or not open for writing
     │   └── LockedError                 another process has the store open for writing
@@ -152,7 +152,7 @@ class NoRowError(NotFoundError, IndexError):
 
 
 class RowsChangedError(NotFoundError):
-    """A recorded batch had rows that were deleted or overwritten since."""
+    """A recorded batch had rows that were changed, deleted or overwritten since."""
 
     default_kind = "rows_changed"
 

@@ -22,7 +22,7 @@ from expstore.buffers.arguments import resolve_part
 from expstore.buffers.batch_builder import BatchBuilder
 from expstore.buffers.draw_server import DrawClient, DrawServer, Question
 from expstore.buffers.prefetch import Made, Prefetcher, Request
-from expstore.buffers.recorded_draws import RecordedDraws
+from expstore.buffers.recorded_draws import RecordedDraws, cut_lost_draws
 from expstore.buffers.sampling import Relabeling, Sampling
 from expstore.buffers.store_handle import StoreHandle, StorePart
 from expstore.buffers.torch_dataset import ConsumerDataset
@@ -159,7 +159,7 @@ class Consumer(StorePart):
                 )
             self._log = DrawLog(self._disk, self._folder, self._about.id, writes=decides)
             if decides:
-                self._log.cut_after(storage.stored.last)
+                cut_lost_draws(self._log, storage)
                 self._begin_generation()
             state = DrawState(self._log.count, self._log.progress)
             draws = Draws(self._about.seed, _STREAM + rank)
@@ -250,7 +250,7 @@ class Consumer(StorePart):
 
         Raises:
             NotReadyError: The store is empty, or no more rows may be drawn.
-            RowsChangedError: A row of a recorded draw was deleted or overwritten.
+            RowsChangedError: A row of a recorded draw was changed, deleted or overwritten.
             StateError: The consumer or the store is closed, or belongs to another process.
             StorageError: The draw could not be recorded; it does not count.
         """
@@ -336,7 +336,7 @@ class Consumer(StorePart):
 
         Raises:
             NotFoundError: A draw was not recorded, or is not kept.
-            RowsChangedError: A row of a draw was deleted or overwritten.
+            RowsChangedError: A row of a draw was changed, deleted or overwritten.
         """
         last = self._log.count - 1 if last is None else last
         for number in range(first, last + 1):

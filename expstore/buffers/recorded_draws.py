@@ -6,18 +6,21 @@ whether a draw is new or recorded is here.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from expstore.core.draw_state import DrawState
 from expstore.core.draws import Draws
-from expstore.core.values import IntArray, Key, Selection
+from expstore.core.values import Array, IntArray, Key, Selection
 from expstore.errors import NotReadyError
 from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import ConsumingSampler
 from expstore.samplers.filter import Filter
-from expstore.samplers.given_order import Missing, find_present
+from expstore.samplers.given_order import Missing, build_changed_error, find_present
 from expstore.storages.columns.sample_counts import ConsumerCounts
 from expstore.storages.format.draw_log import DrawLog, Use
+from expstore.storages.format.row_changes import ChangedRows
 from expstore.storages.read_view import ReadView
 
 #: The redraw number for the random numbers of transforms that read other steps; draws of rows never reach it.
@@ -32,7 +35,7 @@ class RecordedDraws(Sampler):
         log: Where draws are recorded.
         state: The number of the draw after this one, and the sampler's progress.
         draws: The consumer's random numbers.
-        missing: What happens to rows of a recorded draw that are not there any more.
+        missing: What happens to rows of a recorded draw that are not there any more, or were changed.
         rank: Which part of each draw is returned, from 0.
         world: Number of parts. With more than one, all draws that are returned were recorded before.
         decides: Whether it chooses rows; otherwise another process does, and records the draws.
@@ -54,6 +57,8 @@ class RecordedDraws(Sampler):
         self._sampler, self._log, self._state, self._draws = sampler, log, state, draws
         self._missing, self._rank, self._world = missing, rank, world
         self._decides = decides
+        self._seen = 0  # the newest change when the rows were chosen
+        self._changed: ChangedRows | None = None
         #: Number of the present draw, and whether it was recorded before; the consumer sets them.
         self.number, self.is_recorded = 0, False
         self._ends = False
@@ -124,11 +129,12 @@ class RecordedDraws(Sampler):
         """Return the rows of the recorded draw, or choose them.
 
         Raises:
-            RowsChangedError: A row of the recorded draw is not there any more.
+            RowsChangedError: A row of the recorded draw was changed, or is not there any more.
         """
         if self.is_recorded:
             chosen = self._find_rows_again(storage)
         else:
+            self._seen = storage.changes.seen  # before any value is read
             chosen = self._sampler.select(storage, batch_size, generator)
         if self.is_followed:
             # The same generator is used, and must not depend on how many numbers the sampler took.
@@ -169,9 +175,11 @@ class RecordedDraws(Sampler):
     def _find_rows_again(self, storage: ReadView) -> Selection:
         recorded = self._log.read(self.number)
         selection, self._ends = recorded.selection, recorded.ends
+        self._seen = recorded.changes
         if self._world > 1:
             selection = self._take_part(selection)
-        return find_present(storage, selection, f"draw {recorded.number}", self._missing)
+        draw, changed = f"draw {recorded.number}", partial(self._find_changed, storage)
+        return find_present(storage, selection, draw, self._missing, changed=changed)
 
     def _take_part(self, selection: Selection) -> Selection:
         """Return the rows of this rank: whole slices, or rows, as evenly as possible."""
@@ -182,13 +190,24 @@ class RecordedDraws(Sampler):
         stop = starts[at] if at < starts.size else ids.size
         return selection.take(slice(mine[0], stop) if mine.size else slice(0))
 
+    def _find_changed(self, storage: ReadView, ids: IntArray) -> Array:
+        """Return which rows were changed after the draw saw them. Shapes `(n,)`."""
+        assert storage.path is not None, "consumers have a store on disk"
+        if self._changed is None:
+            self._changed = ChangedRows(storage.disk, storage.path)
+        return self._changed.find(ids, self._seen, storage.changes.pending)
+
     def hand_out(self, storage: ReadView, selection: Selection) -> None:
-        """Record a new draw, before its batch is returned.
+        """Record a new draw, before its batch is returned; check that no row of a recorded one was changed.
 
         Raises:
+            RowsChangedError: A row of the recorded draw was changed while it was read.
             StorageError: The disk failed; the draw does not count.
         """
         if self.is_recorded:
+            changed = self._find_changed(storage, selection.ids)
+            if changed.any():
+                raise build_changed_error(f"draw {self.number}", selection.ids[changed])
             return
         state, former, stored = self._state, self._state.progress, storage.stored
         self._counted = -1  # an interruption may leave the rows counted or not
@@ -197,6 +216,7 @@ class RecordedDraws(Sampler):
             self._ends = self._sampler.ran_out
             self._log.append(
                 selection,
+                changes=self._seen,
                 low=stored.low,
                 last=stored.last,
                 progress=state.progress,
@@ -227,6 +247,13 @@ class RecordedDraws(Sampler):
 
     def __repr__(self) -> str:
         return repr(self._sampler)
+
+
+def cut_lost_draws(log: DrawLog, storage: ReadView) -> None:
+    """Remove draws of rows and changes that a power failure has taken; a writer's opening has done it."""
+    last = storage.stored.last  # first: a follower finds out whether a writer runs
+    if (newest := storage.changes.newest_record) is not None:
+        log.cut_after(last, newest)
 
 
 def _find_slices(selection: Selection) -> IntArray:

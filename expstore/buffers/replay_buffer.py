@@ -396,8 +396,8 @@ class ReplayBuffer:
             seed: Seed of the draws of a new consumer; None: the store's.
             at: Where to begin, as for `seek`. Draws that were recorded after the last commit come again,
                 unless it is "end".
-            missing: What happens when a row of a recorded draw was deleted or overwritten: "raise" for a
-                `RowsChangedError`, "skip" to leave it out.
+            missing: What happens when a row of a recorded draw was changed, deleted or overwritten: "raise"
+                for a `RowsChangedError`, "skip" to leave it out.
             keep: Which draws the log keeps: "uncommitted" for those after the last `commit`, "all", or the
                 last so many and those after the last `commit`.
             rank: Which part of each batch this process gets, from 0; None: the environment variable RANK, or

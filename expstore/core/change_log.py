@@ -6,6 +6,7 @@ Used by storages. Filters read the record to evaluate only the rows that have ch
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -30,6 +31,21 @@ class Changes(Protocol):
         A change that has not ended is not included. Shape `(n,)`, int64; a slot may occur more than once.
         """
 
+    @property
+    def seen(self) -> int:
+        """Number of the newest change whose values reads return: that of its record in the journal.
+
+        0 in RAM, where changes have no numbers.
+        """
+
+    @property
+    def newest_record(self) -> int | None:
+        """Number of the last record of a journal without a writer; None: a writer has it open."""
+
+    @property
+    def pending(self) -> Sequence[tuple[int, IntArray]] | None:
+        """Changes that the file `changes` may lack, as numbers and ids; None: it lacks none."""
+
 
 class ChangeLog:
     """Count in-place changes, and remember the slots of the most recent ones.
@@ -48,11 +64,14 @@ class ChangeLog:
         (2, array([7]))
     """
 
-    __slots__ = ("_noted", "number")
+    __slots__ = ("_noted", "number", "seen")
+    newest_record = pending = None
 
     def __init__(self) -> None:
         #: Incremented when a change begins and when it ends; odd during a change.
         self.number = 0
+        #: Number of the newest change whose values reads return; 0 in RAM.
+        self.seen = 0
         self._noted: deque[tuple[int, IntArray | None]] = deque(maxlen=_KEPT)
 
     def begin(self) -> None:

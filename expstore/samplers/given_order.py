@@ -6,6 +6,7 @@ Used by consumers: `rb.consumer(name, manifest=file)`. `expstore/sql/order_file.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -25,29 +26,45 @@ if TYPE_CHECKING:
 Missing = Literal["raise", "skip"]
 
 
-def find_present(storage: ReadView, selection: Selection, draw: str, missing: Missing) -> Selection:
+def find_present(
+    storage: ReadView,
+    selection: Selection,
+    draw: str,
+    missing: Missing,
+    *,
+    changed: Callable[[IntArray], NDArray[np.bool_]] | None = None,
+) -> Selection:
     """Return the rows of a recorded draw under the ids that they have now.
 
     Args:
         storage: The storage with the rows.
         selection: The rows, under the ids that they had.
         draw: The draw, for the message.
-        missing: Whether rows that are gone are an error, or left out.
+        missing: Whether rows that are gone or changed are an error, or left out.
+        changed: Returns which ids are those of rows that were changed since. Shapes `(n,)`.
 
     Raises:
-        RowsChangedError: A row is gone; with "skip": all are.
+        RowsChangedError: A row is gone, or was changed; with "skip": all are.
     """
     ids, there = find_rows(storage, selection.ids)
+    if changed is not None:
+        there = there & ~changed(ids)
+        if ids is not selection.ids:
+            there &= ~changed(selection.ids)
     if there.all():
         return replace(selection, ids=ids)
     if missing == "raise" or not there.any():
-        gone = selection.ids[~there]
-        which = ", ".join(map(str, gone[:5].tolist())) + (", ..." if gone.size > 5 else "")
-        raise RowsChangedError(
-            f"{draw} had rows that were deleted or overwritten since: {gone.size} (id {which})",
-            hint="pass missing='skip' to leave them out, or at='end' for new draws only",
-        )
+        raise build_changed_error(draw, selection.ids[~there])
     return replace(selection, ids=ids).take(there)
+
+
+def build_changed_error(draw: str, ids: IntArray) -> RowsChangedError:
+    """Return the error for a draw of rows that are gone or changed. `ids`: their ids. Shape `(n,)`."""
+    which = ", ".join(map(str, ids[:5].tolist())) + (", ..." if ids.size > 5 else "")
+    return RowsChangedError(
+        f"{draw} had rows that were changed, deleted or overwritten since: {ids.size} (id {which})",
+        hint="pass missing='skip' to leave them out, or at='end' for new draws only",
+    )
 
 
 def find_rows(storage: ReadView, ids: IntArray) -> tuple[IntArray, NDArray[np.bool_]]:

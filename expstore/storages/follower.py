@@ -187,21 +187,44 @@ class FollowedChanges:
     """Report which slots another process changed in place.
 
     The changes are read from the control page of a running writer. Without a writer no row changes, and
-    `number` is incremented each time the store is opened again.
+    `number` is incremented each time the store is opened again. What a writer that was killed had changed and
+    not yet written to the columns may count as newer than `seen`.
 
     Threads: any number read; the follower writes, under its lock.
     """
 
-    __slots__ = ("_openings", "_watch")
+    __slots__ = ("_known", "_openings", "_page", "_watch", "newest_record", "pending")
 
     def __init__(self) -> None:
         self._openings = 0
         self._watch: Watch | None = None
+        self._page: Watch | None = None
+        self._known = 0
+        self.newest_record: int | None = None
+        self.pending: Sequence[tuple[int, IntArray]] | None = None
 
-    def follow(self, watch: Watch | None) -> None:
-        """Read the control page of another writer from now on, or none if `watch` is None."""
+    def follow(self, watch: Watch, found: Replay | None, *, live: bool, fits: bool) -> None:
+        """Read another control page from now on.
+
+        Args:
+            watch: The control page.
+            found: What the journal has; None: a writer has it open.
+            live: Whether a writer runs.
+            fits: Whether the page belongs to this store, and was written since the machine started.
+        """
+        past = found.past if found is not None else None
+        self._known = past.state.sequence if past is not None else 0
+        self._page = watch if fits else None
+        self.newest_record = None if live else self._known
+        self.pending = found.changes if found is not None else None
         self._openings += 1
-        self._watch = watch
+        self._watch = watch if live else None
+
+    @property
+    def seen(self) -> int:
+        """Number of the newest change in place that the columns have."""
+        page = self._page
+        return self._known if page is None else page.last_change
 
     @property
     def number(self) -> int:
@@ -360,7 +383,8 @@ class FollowerStorage(ReadView):
         self._known = last
         former, self._source = self._source, source
         former.close()
-        self.changes.follow(self._watch if source.live else None)
+        fits = self._watch.fits(self.manifest.uuid, self.manifest.generation)
+        self.changes.follow(self._watch, found, live=source.live, fits=fits)
         self.epochs.note_content()
 
     def _slots_of(self, last: int) -> int:

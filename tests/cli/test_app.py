@@ -818,7 +818,7 @@ def test_consumers(cli: Cli, store: Path) -> None:
         learner.sample()
         found = cli("consumers", store)
         assert found.code == 0
-        assert found.out.splitlines()[-1].split() == ["learner", "2", "1", "0", "346", "bytes", "yes"]
+        assert found.out.splitlines()[-1].split() == ["learner", "2", "1", "0", "362", "bytes", "yes"]
     (known,) = cli("consumers", store, "--json").json["consumers"]
     assert (known["draws"], known["committed"], known["is_open"]) == (2, 1, False)
     with (

@@ -126,7 +126,7 @@ def test_draws_of_lost_rows_that_are_not_cut_are_found(
     learner: Learner, tmp_path: Path, long_seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test above fails without the rule that an opening cuts the logs before it reuses ids."""
-    monkeypatch.setattr(opening, "cut_logs", lambda disk, path, last: None)
+    monkeypatch.setattr(opening, "cut_logs", lambda disk, path, last, change: None)
     disks = tmp_path / "disks"
     disks.mkdir()
 

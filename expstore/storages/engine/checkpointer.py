@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
+from expstore.core.change_log import Changes
 from expstore.core.counters import Counters
 from expstore.core.geometry import RingGeometry
 from expstore.core.lock_order import LockOrder
@@ -59,6 +60,10 @@ class Checkpointable(Protocol):
     @property
     def background(self) -> Hurried:
         """The background work."""
+
+    @property
+    def changes(self) -> Changes:
+        """The record of rows that were changed in place."""
 
     @property
     def manifest(self) -> Manifest:
@@ -322,6 +327,7 @@ class Checkpointer:
             batch = state.memtable.replaced.begin()
             if batch is None:
                 return
+            has_all, last_change = not state.memtable.replaced.waiting_bytes, store.changes.seen
             segments, rotated = state.journal.sync_files(), state.journal.rotated
         self.sync_journal(segments, [state.journal.folder] if rotated else [])
         slots, columns = batch.columns()
@@ -332,6 +338,8 @@ class Checkpointer:
             touched = state.write_column(batch.places[0], slots, values)
         touched |= state.overwrite(slots, batch.places[1:], columns[1:])
         shared.end_change()
+        if has_all:  # not after a failed attempt: newer rows wait for the next one
+            shared.note_changed(last_change)
         with store.locks.episodes:
             state.note_touched(touched, slots)
             state.memtable.replaced.end()

@@ -29,6 +29,7 @@ from expstore.storages.columns.payload import payload_parts
 from expstore.storages.columns.priorities import StoredPriorities
 from expstore.storages.columns.sample_counts_column import SampledColumn
 from expstore.storages.format.journal import Journal
+from expstore.storages.format.row_changes import RowChanges
 from expstore.storages.format.write_key_file import KeyFile
 from expstore.storages.row_state import RowState
 from expstore.storages.snapshots.capture import base_of
@@ -54,6 +55,7 @@ class OpenStore(RowState):
         columns: The columns; None: there are no fields yet.
         checksums: Checksums of blocks of the columns; None if `columns` is None.
         memtable: Rows that the columns lack.
+        row_changes: Which rows were changed in place.
     """
 
     journal: Journal
@@ -64,6 +66,7 @@ class OpenStore(RowState):
     priorities: StoredPriorities
     write_keys: KeyFile
     sampled: SampledColumn | None
+    row_changes: RowChanges
 
     def replace_columns(self, columns: WritableColumns) -> None:
         """Use other columns; former columns that are among them stay open."""
@@ -228,7 +231,7 @@ class OpenStore(RowState):
     def parts(self) -> list[Checkpointed]:
         """Return all parts that a checkpoint syncs."""
         parts = [part for part in (self.columns, self.checksums, self.sampled) if part is not None]
-        return [*parts, self.log, self.write_keys]
+        return [*parts, self.log, self.write_keys, self.row_changes]
 
     def take_new_folders(self) -> set[Path]:
         """Return the folders with new names in them, each only once."""
@@ -246,7 +249,8 @@ class OpenStore(RowState):
         return all(resting)
 
     def _parts(self) -> Iterator[_Part]:
-        for part in (self.journal, self.log, self.write_keys, self.columns, self.checksums, self.sampled):
+        parts = (self.journal, self.log, self.write_keys, self.columns, self.checksums, self.sampled)
+        for part in (*parts, self.row_changes):
             if part is not None:
                 yield part
 

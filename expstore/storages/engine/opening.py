@@ -11,6 +11,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,7 @@ from expstore.storages.format.journal import Journal, no_records, read_journal, 
 from expstore.storages.format.manifest import MANIFEST, Manifest
 from expstore.storages.format.paths import CHECKSUMS, COLUMNS, JOURNAL, LOG
 from expstore.storages.format.records import Publish, Redo, load_redo
+from expstore.storages.format.row_changes import RowChanges
 from expstore.storages.format.swap import finish_swap
 from expstore.storages.format.write_key_file import KEYS, KeyFile
 from expstore.storages.recovery.recover import (
@@ -49,6 +51,7 @@ from expstore.storages.recovery.recover import (
     check_dims,
     describe_past,
     explain_lost_records,
+    find_changed_ids,
     find_pending_changes,
     find_unsettled_blocks,
     read_past,
@@ -197,6 +200,11 @@ class Opening:
             keys = self._open_keys(past)
             opened.callback(keys.close)
             sequence = past.state.sequence if past else 0
+            row_changes = RowChanges(self._disk, self._path)
+            opened.callback(row_changes.close)
+            if past is not None:
+                find = None if past.clean else partial(find_changed_ids, past, self._load_redo)
+                row_changes.recover(sequence, find, rows.stored)
             manifest = former.replace(generation=former.generation + 1, deleted=rows.stored.deleted)
             if cut:  # the index does not know that these episodes have ended
                 rows.note_content((manifest.generation, sequence + 1))
@@ -228,10 +236,11 @@ class Opening:
                 checksums=checksums,
                 memtable=Memtable(self._order, priorities),
                 draws=draws,
+                row_changes=row_changes,
             )
             self._make_durable(past, store)
             if past is not None and not past.clean:
-                cut_logs(self._disk, self._path, store.last)  # before the ids of lost rows are used again
+                cut_logs(self._disk, self._path, store.last, sequence)  # before numbers are used again
             priorities.trim(rows.last, rows.last)
             self._begin_generation(store, manifest)
             opened.pop_all()

@@ -99,6 +99,7 @@ class SharedState:
             draw=draws.number,
             sampled=draws.limits[0],
             limiter=draws.limits[1],
+            changed=sequence,
             layout=self.page.get("layout") + 1,
             heartbeat=time.monotonic_ns(),
             since=self._lock.owner.stamp,
@@ -188,6 +189,10 @@ class SharedState:
     def end_change(self) -> None:
         """Show that the change in place is complete."""
         self.page.end_change()
+
+    def note_changed(self, number: int) -> None:
+        """Show that the columns have all changes in place up to the one whose record has this number."""
+        self.page.set("changed", number)
 
     def note_layout(self) -> None:
         """Show that the fields, or the files of columns, have changed."""

@@ -188,6 +188,7 @@ class Store(Storage):
         with self._note_field_change(description.schema):
             self.manifest = opened.manifest
             self._adopt(opened.store)
+            self.changes.seen = opened.store.journal.sequence
             self.checkpoints.restart(opened.store)
             self._describe(description)
         if opened.first:
@@ -498,6 +499,9 @@ class Store(Storage):
         if state.columns is not None:
             state.columns.check_changeable(places)
         self.snapshot_pin.wait()
+        if state.row_changes.is_long:
+            with self.checkpoints.lock, self.health.guard():
+                state.row_changes.compact(state.stored)
         size = sum(column.nbytes for column in columns)
         most = min(tuning.REPLACED_ROWS_BYTES, tuning.REPLACE_RECORD_BYTES)
         if replaces and self.geometry.slots is not None and 2 * size <= most:
@@ -526,18 +530,21 @@ class Store(Storage):
         state, shared, record = self._state, self.shared, Redo(ids, list(places), columns, replaces)
         number = state.journal.sequence + 1
         body = shelve_body(self.disk, self.path / REDO, number, record.pack(), settle=self.sync)
-        _, pin = self.checkpoints.append_synced(self, Kind.REDO, body)
+        number, pin = self.checkpoints.append_synced(self, Kind.REDO, body)
         slots = self.geometry.slot_of(ids)
-        self.changes.begin()
-        shared.begin_change(slots)
-        try:
-            touched = state.overwrite(slots, places, columns)
-            shared.end_change()  # not after a failure: the values are then unknown
-        except BaseException:
-            state.memtable.replaced.fail(slots, places, columns)
-            raise
-        finally:
-            self.changes.end(slots)
+        with state.row_changes.record(number, ids):
+            self.changes.begin()
+            shared.begin_change(slots)
+            try:
+                touched = state.overwrite(slots, places, columns)
+                shared.end_change()  # not after a failure: the values are then unknown
+            except BaseException:
+                state.memtable.replaced.fail(slots, places, columns)
+                raise
+            finally:
+                self.changes.end(slots)
+        self.changes.seen = number
+        shared.note_changed(number)
         with self.locks.episodes:
             state.note_touched(touched, slots)
         self.checkpoints.release(pin)
@@ -556,7 +563,9 @@ class Store(Storage):
             sequence = checkpoints.append_record(self, Kind.REDO, body)
             if checkpoints.durable:
                 checkpoints.sync_record(state.journal)
-            state.memtable.replaced.add(slots, columns, make_batch)
+            with state.row_changes.record(sequence, ids):
+                state.memtable.replaced.add(slots, columns, make_batch)
+            self.changes.seen = sequence
         with state.priorities.lock:
             state.priorities.values[slots] = columns[0]
         state.priorities.note_changed(slots)

@@ -44,6 +44,7 @@ _WORDS = {
     "inode": 19,
     "sampled": 20,
     "limiter": 21,
+    "changed": 22,
 }
 #: Two places for a sampler's progress, written alternately: a count, then four words.
 _PROGRESS = (24, 32)

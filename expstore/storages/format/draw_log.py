@@ -47,9 +47,9 @@ _HEADER = struct.Struct("<IIQB?B5x")
 #: What the checksum covers of it.
 _NAMED = struct.Struct("<QB?B5x")
 _FRONT = struct.Struct("<II")
-#: `low` and `last` of the window, progress, time, rows, runs (0: ids follow), rows asked for, length of the
-#: description of the columns.
-_DRAW = struct.Struct("<qq4qqIIII")
+#: The newest change, the newest id that was gone and the newest id, progress, time, rows, runs (0: ids
+#: follow), rows asked for, length of the description of the columns.
+_DRAW = struct.Struct("<qqq4qqIIII")
 
 
 class Kind(IntEnum):
@@ -79,6 +79,7 @@ class Draw(NamedTuple):
     Args:
         number: Its number, from 0.
         selection: The rows, and the values that the sampler gave them.
+        changes: Number of the newest change of rows in place that the draw could see (`RowChanges`).
         low: The newest id that could not be read any more.
         last: The newest id that could be read.
         progress: The progress of the sampler after it.
@@ -88,6 +89,7 @@ class Draw(NamedTuple):
 
     number: int
     selection: Selection
+    changes: int
     low: int
     last: int
     progress: tuple[int, ...]
@@ -184,7 +186,7 @@ class DrawLog:
         >>> from expstore.storages.format.draw_log import DrawLog
         >>> Disk().make_dir(Path("learner"))
         >>> log = DrawLog(Disk(), Path("learner"), "a")
-        >>> log.append(Selection(np.array([3, 1])), low=0, last=3, progress=(0, 0, 0, 0))
+        >>> log.append(Selection(np.array([3, 1])), changes=0, low=0, last=3, progress=(0, 0, 0, 0))
         >>> log.read(0).selection.ids
         array([3, 1])
         >>> log.close()
@@ -308,7 +310,7 @@ class DrawLog:
                 segment.committed = number
             elif kind == Kind.DRAW and 0 <= (place := number - segment.first) <= len(segment.offsets):
                 segment.offsets[place:] = [start + at]  # it replaces one whose append was interrupted
-                segment.low, _, *progress = _DRAW.unpack_from(data, at + _HEADER.size)[:6]
+                _, segment.low, _, *progress = _DRAW.unpack_from(data, at + _HEADER.size)[:7]
                 segment.progress = tuple(progress)
                 if use & Use.LEASED:
                     segment.leased = number
@@ -400,6 +402,7 @@ class DrawLog:
         self,
         selection: Selection,
         *,
+        changes: int,
         low: int,
         last: int,
         progress: Sequence[int],
@@ -427,7 +430,15 @@ class DrawLog:
             described = json.dumps(_describe(selection)).encode()
         pieces = 0 if runs is None else len(runs)
         head = _DRAW.pack(
-            low, last, *progress, time.time_ns() // 1000, ids.size, pieces, selection.asked, len(described)
+            changes,
+            low,
+            last,
+            *progress,
+            time.time_ns() // 1000,
+            ids.size,
+            pieces,
+            selection.asked,
+            len(described),
         )
         # Ctrl-C may end this anywhere. Until the draw counts, `follow` finds it, or the next one replaces it.
         number = self.count
@@ -529,21 +540,25 @@ class DrawLog:
             self._disk.unlink(self._segments[0].path)
             del self._segments[0]
 
-    def cut_after(self, last: int) -> bool:
-        """Remove the first draw that saw a row after id `last`, and all later draws; return whether any was.
+    def cut_after(self, last: int, change: int) -> bool:
+        """Remove the first draw that saw a newer row or change, and all later draws; return whether any was.
 
-        A power failure may take rows and leave draws of them, and the ids are used again.
+        A power failure may take rows and changes and leave draws of them, and their numbers are used again.
+
+        Args:
+            last: The newest id.
+            change: Number of the newest change, or of the record of the journal that came last.
 
         Raises:
             StorageError: The disk failed.
         """
         place = at = None
         for place_now in reversed(range(len(self._segments))):
-            lasts = self._read_lasts(self._segments[place_now])
-            bad = next((number for number, seen in enumerate(lasts) if seen > last), None)
+            draws = self._read_seen(self._segments[place_now])
+            bad = next((at for at, seen in enumerate(draws) if seen[0] > change or seen[1] > last), None)
             if bad is not None:
                 place, at = place_now, bad
-            elif lasts:
+            elif draws:
                 break
         if place is None or at is None:
             self._cut_counts(last)
@@ -577,12 +592,18 @@ class DrawLog:
             self._segments[-1] = newest = _Segment(newest.path, newest.first)
             self._scan(newest)
 
-    def _read_lasts(self, segment: _Segment) -> list[int]:
-        """Return the newest id that each draw of a segment saw."""
+    def _read_seen(self, segment: _Segment) -> list[tuple[int, int]]:
+        """Return the newest change and the newest id that each draw of a segment saw."""
         if not segment.length:
             self._scan(segment)
         data = self._disk.read_whole(segment.path)
-        return [_DRAW.unpack_from(data, at + _HEADER.size)[1] for at in segment.offsets]
+        facts = (_DRAW.unpack_from(data, at + _HEADER.size) for at in segment.offsets)
+        return [(changes, last) for changes, _, last, *_ in facts]
+
+    @property
+    def oldest_change(self) -> int:
+        """The smallest `changes` of all draws; a large number without draws."""
+        return min((seen[0] for one in self._segments for seen in self._read_seen(one)), default=1 << 62)
 
     def close(self) -> None:
         """Sync, and close the file."""
@@ -597,19 +618,35 @@ class DrawLog:
             self._file = None
 
 
-def cut_logs(disk: Disk, store: Path, last: int) -> None:
-    """Cut the draws of rows after id `last` from the logs of all consumers of a store.
+def cut_logs(disk: Disk, store: Path, last: int, change: int) -> None:
+    """Cut the draws that saw rows or changes after these from the logs of all consumers; see `cut_after`.
 
-    An opening calls it for the rows that it has recovered, before it appends rows with the ids of lost ones.
-    A consumer that another process has open has cut its log itself, for the same rows.
+    An opening calls it for what it has recovered, before it uses the numbers of what was lost. A consumer
+    that another process has open has cut its log itself, for the same rows and changes.
     """
     for folder, about in find_consumers(disk, store):
         with contextlib.suppress(LockedError):
             lock = WriterLock(disk, folder / LOCK)
             try:
-                DrawLog(disk, folder, about.id).cut_after(last)
+                DrawLog(disk, folder, about.id).cut_after(last, change)
             finally:
                 lock.release()
+
+
+def find_oldest_change(disk: Disk, store: Path) -> int:
+    """Return the smallest `changes` of all draws in the logs of a store; a large number without draws.
+
+    0 if a log is damaged, or a process has its consumer open and may be about to record a draw.
+    """
+    oldest = 1 << 62
+    for folder, about in find_consumers(disk, store):
+        if is_locked(disk, folder / LOCK):
+            return 0
+        try:
+            oldest = min(oldest, DrawLog(disk, folder, about.id, writes=False).oldest_change)
+        except CorruptionError:
+            return 0
+    return oldest
 
 
 def find_consumers(disk: Disk, store: Path) -> Iterator[tuple[Path, About]]:
@@ -731,7 +768,7 @@ def _describe(selection: Selection) -> dict[str, Any]:
 
 def _parse_draw(number: int, data: bytes) -> Draw:
     at, (*_, ends, _) = _HEADER.size, _HEADER.unpack_from(data)
-    low, last, *progress, time_us, rows, runs, asked, described = _DRAW.unpack_from(data, at)
+    changes, low, last, *progress, time_us, rows, runs, asked, described = _DRAW.unpack_from(data, at)
     at += _DRAW.size
     columns = json.loads(data[at : at + described]) if described else {"info": (), "marks": ()}
     at += described
@@ -746,7 +783,7 @@ def _parse_draw(number: int, data: bytes) -> Draw:
     info = {tuple(key): take(dtype, (rows, *shape)) for key, dtype, shape in columns["info"]}
     marks = [(tuple(key), take(np.bool_, shape), *flags) for key, shape, *flags in columns["marks"]]
     selection = Selection(ids, info, marks=tuple(Mark(*one) for one in marks), asked=asked)
-    return Draw(number, selection, low, last, tuple(progress), ends, time_us)
+    return Draw(number, selection, changes, low, last, tuple(progress), ends, time_us)
 
 
 def _parse_ids(data: bytes, at: int) -> IntArray:

@@ -72,6 +72,12 @@ class Watch:
         page = self._page
         return 0 if page is None else page.get("change")
 
+    @property
+    def last_change(self) -> int:
+        """Number of the newest change in place that the columns have."""
+        page = self._page
+        return 0 if page is None else page.get("changed")
+
     def is_touched(self, slots: IntArray, before: int) -> bool:
         """Return whether any of these slots may have been changed in place.
 

@@ -27,10 +27,11 @@ from expstore.storages.columns.payload import join_payload, split_payload
 from expstore.storages.format.journal import no_records, read_journal
 from expstore.storages.format.manifest import Manifest
 from expstore.storages.format.paths import COLUMNS, JOURNAL
-from expstore.storages.format.records import Publish, load_redo
+from expstore.storages.format.records import Publish, Redo, load_redo
 from expstore.storages.recovery.recover import (
     Past,
     check_dims,
+    find_changed_ids,
     find_pending_changes,
     read_past,
     rebuild_episodes,
@@ -50,6 +51,7 @@ class Replay:
         overlay: Rows that the columns lack.
         table: The episodes.
         entries: Log entries of what was committed after the checkpoint.
+        changes: The updates after the checkpoint: their numbers and ids; None: the writer closed the store.
     """
 
     past: Past | None
@@ -57,6 +59,7 @@ class Replay:
     overlay: Overlay
     table: EpisodeTable
     entries: list[LogEntry] = field(default_factory=list)
+    changes: list[tuple[int, IntArray]] | None = None
 
 
 class StoreFolder(Protocol):
@@ -128,16 +131,16 @@ def _replay(storage: StoreFolder, past: Past, columns: ReadColumns | None, *, sa
             (stamps,) = found.overlay.read_rows(columns, storage.geometry.slot_of(ids), [place])
             return np.asarray(stamps)
 
+        def load(body: bytes) -> Redo:
+            return load_redo(storage.disk, storage.path, body, schema)
+
         known = times if same_boot or past.clean else None
-        for redo in find_pending_changes(
-            past,
-            storage.geometry.slots,
-            lambda body: load_redo(storage.disk, storage.path, body, schema),
-            known,
-        ):
+        for redo in find_pending_changes(past, storage.geometry.slots, load, known):
             slots = storage.geometry.slot_of(redo.ids)
             for place, values in zip(redo.places, redo.columns, strict=True):
                 found.overlay.put(place, slots, values)
+        if not past.clean:
+            found.changes = find_changed_ids(past, load)
     if columns is not None and not (same_boot or past.clean):
         for publish in past.find_unsynced():
             _lay_priorities(publish, found, storage.geometry.runs(*publish.written))

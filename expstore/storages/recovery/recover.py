@@ -236,6 +236,13 @@ def find_pending_changes(
 
 
 @parsing("the journal")
+def find_changed_ids(past: Past, load: Callable[[bytes], Redo]) -> list[tuple[int, IntArray]]:
+    """Return the number and the ids of each update after the checkpoint."""
+    changes = [record for record in past.records[past.settled :] if record.kind is Kind.REDO]
+    return [(record.sequence, load(record.body).ids) for record in changes]
+
+
+@parsing("the journal")
 def find_unsettled_blocks(
     past: Past,
     *,

@@ -743,7 +743,14 @@ SELECTIONS = [
 def test_what_is_recorded_is_read(log: DrawLog, reopened: bool, tmp_path: Path) -> None:
     for number in range(30):
         selection = SELECTIONS[number % len(SELECTIONS)]
-        log.append(selection, low=number, last=100 + number, progress=(number, 1, 2, 3), ends=number % 4 == 0)
+        log.append(
+            selection,
+            changes=number,
+            low=number - 1,
+            last=100 + number,
+            progress=(number, 1, 2, 3),
+            ends=number % 4 == 0,
+        )
     if reopened:
         log.close()
         log = DrawLog(Disk(), tmp_path, "a")
@@ -752,7 +759,7 @@ def test_what_is_recorded_is_read(log: DrawLog, reopened: bool, tmp_path: Path) 
     for number in reversed(range(30)):
         found, expected = log.read(number), SELECTIONS[number % len(SELECTIONS)]
         assert found[0] == number
-        assert found[2:] == (number, 100 + number, (number, 1, 2, 3), number % 4 == 0, found.at)
+        assert found[2:] == (number, number - 1, 100 + number, (number, 1, 2, 3), number % 4 == 0, found.at)
         assert abs(found.at / 1e6 - time.time()) < 600
         selection = found.selection
         np.testing.assert_array_equal(selection.ids, expected.ids)
@@ -784,10 +791,12 @@ def test_what_is_recorded_is_read(log: DrawLog, reopened: bool, tmp_path: Path) 
 def test_it_takes_few_bytes(tmp_path: Path) -> None:
     log, chance = DrawLog(Disk(), tmp_path, "a"), np.random.default_rng(1)
     for _ in range(100):
-        log.append(Selection(chance.integers(1, 1 << 40, 256)), low=0, last=1, progress=(0, 0, 0, 0))
+        log.append(
+            Selection(chance.integers(1, 1 << 40, 256)), changes=0, low=0, last=1, progress=(0, 0, 0, 0)
+        )
     assert log.size / 25600 < 9
     for _ in range(100):
-        log.append(Selection(np.arange(256)), low=0, last=1, progress=(0, 0, 0, 0))
+        log.append(Selection(np.arange(256)), changes=0, low=0, last=1, progress=(0, 0, 0, 0))
     assert log.size / 25600 < 10
     log.close()
 
@@ -795,24 +804,24 @@ def test_it_takes_few_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("last", [0, 3, 12, 29, 40])
 def test_draws_that_saw_lost_rows_are_cut(log: DrawLog, last: int, tmp_path: Path) -> None:
     for number in range(30):
-        log.append(SELECTIONS[0], low=0, last=number, progress=(number, 0, 0, 0))
+        log.append(SELECTIONS[0], changes=0, low=0, last=number, progress=(number, 0, 0, 0))
     log.commit(30)
     log.close()
     log = DrawLog(Disk(), tmp_path, "a")
-    assert log.cut_after(last) == (last < 29)
+    assert log.cut_after(last, 0) == (last < 29)
     count = min(last + 1, 30)
     for _ in range(2):
         # The commit came after what was cut.
         assert (log.count, log.committed, log.progress[0]) == (count, 30 if last >= 29 else 0, count - 1)
         assert log.read(count - 1).last == count - 1
         log = DrawLog(Disk(), tmp_path, "a")
-    log.append(SELECTIONS[1], low=0, last=0, progress=(7, 0, 0, 0))
+    log.append(SELECTIONS[1], changes=0, low=0, last=0, progress=(7, 0, 0, 0))
     assert DrawLog(Disk(), tmp_path, "a").count == count + 1
     log.close()
 
 
 def test_another_consumers_log_of_the_same_name_is_not_read(log: DrawLog, tmp_path: Path) -> None:
-    log.append(SELECTIONS[0], low=0, last=1, progress=(0, 0, 0, 0))
+    log.append(SELECTIONS[0], changes=0, low=0, last=1, progress=(0, 0, 0, 0))
     log.close()
     assert DrawLog(Disk(), tmp_path, "b", writes=False).count == 0
     assert DrawLog(Disk(), tmp_path, "a").count == 1
@@ -822,11 +831,11 @@ def test_another_consumers_log_of_the_same_name_is_not_read(log: DrawLog, tmp_pa
 
 def test_a_segment_without_a_beginning_is_removed(log: DrawLog, tmp_path: Path) -> None:
     for _ in range(8):
-        log.append(SELECTIONS[1], low=0, last=1, progress=(1, 0, 0, 0))
+        log.append(SELECTIONS[1], changes=0, low=0, last=1, progress=(1, 0, 0, 0))
     log.close()
     (tmp_path / f"{8:016d}").write_bytes(b"\0" * 10)
     log = DrawLog(Disk(), tmp_path, "a")
     assert log.count == 8
-    log.append(SELECTIONS[0], low=0, last=1, progress=(2, 0, 0, 0))
+    log.append(SELECTIONS[0], changes=0, low=0, last=1, progress=(2, 0, 0, 0))
     log.close()
     assert DrawLog(Disk(), tmp_path, "a").read(8).progress[0] == 2

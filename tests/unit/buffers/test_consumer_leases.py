@@ -291,7 +291,7 @@ def test_counts_are_those_of_the_draws(low: int, tmp_path: Path, monkeypatch: py
         if number % 3 == 0:
             ids = np.arange(ids[0], ids[0] + 20)  # recorded as a run
         use = Use.COUNTED if number % 5 else Use.LEASED
-        log.append(Selection(ids), low=oldest, last=2000, progress=NO_PROGRESS, use=use)
+        log.append(Selection(ids), changes=0, low=oldest, last=2000, progress=NO_PROGRESS, use=use)
         expected.update(ids.tolist() if number % 5 else [])
         if number % 50 == 0:
             log.commit(number)
@@ -311,23 +311,30 @@ def test_counts_are_those_of_the_draws(low: int, tmp_path: Path, monkeypatch: py
 def test_counts_of_lost_rows_are_cut_although_their_draws_are_not_kept(tmp_path: Path) -> None:
     log = DrawLog(Disk(), tmp_path, "a")
     log.append(
-        Selection(np.arange(1, 101)), low=0, last=100, progress=NO_PROGRESS, use=Use.COUNTED | Use.LEASED
+        Selection(np.arange(1, 101)),
+        changes=0,
+        low=0,
+        last=100,
+        progress=NO_PROGRESS,
+        use=Use.COUNTED | Use.LEASED,
     )
     log._start_segment()
     log.commit(1)
     log.drop(1)
-    log.append(Selection(np.arange(101, 111)), low=0, last=110, progress=NO_PROGRESS, use=Use.COUNTED)
+    log.append(
+        Selection(np.arange(101, 111)), changes=0, low=0, last=110, progress=NO_PROGRESS, use=Use.COUNTED
+    )
     log.close()
     log = DrawLog(Disk(), tmp_path, "a")
     assert log.count_rows()[1].tolist() == [1] * 110
-    log.cut_after(90)
+    log.cut_after(90, 0)
     for _ in range(2):
         assert (log.first, log.count) == (1, 1)
         assert log.count_rows()[1].tolist() == [1] * 90
         log = DrawLog(Disk(), tmp_path, "a")
-    assert not log.cut_after(50)
+    assert not log.cut_after(50, 0)
     assert log.count_rows()[1].tolist() == [1] * 50
-    log.append(Selection(np.array([60])), low=0, last=90, progress=NO_PROGRESS, use=Use.COUNTED)
+    log.append(Selection(np.array([60])), changes=0, low=0, last=90, progress=NO_PROGRESS, use=Use.COUNTED)
     assert DrawLog(Disk(), tmp_path, "a").count_rows()[1].tolist() == [1] * 50 + [0] * 9 + [1]
     log.close()
 
@@ -436,7 +443,7 @@ def test_the_oldest_leases_end_with_a_warning(tmp_path: Path, caplog: pytest.Log
         assert "larger lease_rows" in record.getMessage()
 
         for place in (start, "committed"):
-            with pytest.raises(RowsChangedError, match="draw 0 had rows that were deleted"):
+            with pytest.raises(RowsChangedError, match="draw 0 had rows that were changed, deleted"):
                 c.seek(place)
             assert c.position["draw"] == 8
         c.seek(middle)
@@ -486,7 +493,9 @@ def test_explicit_deletions_and_rings_do_not_wait(tmp_path: Path) -> None:
         c = draw_first(rb, "learner", 5, lease_rows=1000)
         for start in range(100, 1000, 50):
             rb.extend(rows(50, start))
-        with pytest.raises(RowsChangedError, match="draw 0 had rows that were deleted or overwritten"):
+        with pytest.raises(
+            RowsChangedError, match="draw 0 had rows that were changed, deleted or overwritten"
+        ):
             c.seek("committed")
         assert rb.storage.window.low == 900
 
@@ -556,7 +565,9 @@ def test_draws_that_lease_are_found_without_reading_all_segments(
     log = DrawLog(Disk(), tmp_path, "a")
     for number in range(60):
         use = Use.LEASED if number in (20, 21, 23) else Use.NONE
-        log.append(Selection(np.array([number + 1, 5])), low=0, last=90, progress=NO_PROGRESS, use=use)
+        log.append(
+            Selection(np.array([number + 1, 5])), changes=0, low=0, last=90, progress=NO_PROGRESS, use=use
+        )
     read = list[Path]()
 
     class Reads(Disk):
