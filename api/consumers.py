@@ -12,67 +12,46 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from expstore.buffers.consumer import Consumer, Keep
+from pydantic import ConfigDict, Field
+
+from expstore.api.request_models import RequestModel
+from expstore.buffers.consumer import Consumer
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core.per_key import PerKey
 from expstore.disk.files import Disk
 from expstore.errors import ArgumentError, ExpStoreError, NotFoundError, NotReadyError, StateError
 from expstore.samplers.base import Sampler
-from expstore.samplers.given_order import Missing
 from expstore.storages.format.draw_log import CONSUMERS, About
 from expstore.storages.format.ranks import read_generation
 
 #: Seconds that a rank waits for rank 0. Both are in this process, and rank 0 draws first.
 _SECONDS = 10.0
+#: The last commit, the place after the last recorded draw, or before a draw.
+Place = Literal["committed", "end"] | int
 
 
-class Wanted(NamedTuple):
-    """What a consumer is opened with; see `ReplayBuffer.consumer`.
+class ConsumerClient(RequestModel):
+    """Who asks for a consumer."""
 
-    Args:
-        sampler: Description of the sampler; None: uniform.
-        where: Condition on the rows; None: all rows.
-        batch_size: Rows of a batch, of all ranks together.
-        seed: Seed of a new consumer; None: the store's.
-        keep: Which draws the log keeps.
-        missing: What happens to rows of a recorded draw that are not there any more.
-        world: Number of ranks.
-        lease_rows: How many rows that are drawn and not committed a retention policy keeps; None: a tenth.
-    """
+    model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{}]})
 
-    sampler: Mapping[str, Any] | None
-    where: str | None
-    batch_size: int
-    seed: int | None
-    keep: Keep
-    missing: Missing
-    world: int
-    lease_rows: int | None
-
-
-class Client(NamedTuple):
-    """Who asks.
-
-    Args:
-        rank: Its rank, from 0.
-        world: Number of ranks that it knows.
-        id: Id of the consumer that it means; None: any.
-        generation: Generation of the ranks that it belongs to; None: the present one.
-    """
-
-    rank: int
-    world: int
-    id: str | None
-    generation: int | None
+    rank: int = Field(0, ge=0, lt=100_000, description="Which part of each batch the client gets, from 0.")
+    world: int = Field(1, ge=1, le=100_000, description="Number of clients that share the batches.")
+    id: str | None = Field(
+        None, max_length=100, description="Id of the consumer that is meant; null: the present one."
+    )
+    generation: int | None = Field(
+        None, ge=0, lt=1 << 63, description="Generation that the client belongs to; null: the present one."
+    )
 
 
 @dataclass
 class _Open:
     """An open consumer; its ranks are opened when they are first asked for."""
 
-    wanted: Wanted
+    wanted: dict[str, Any]
     id: str
     generation: int
     ranks: dict[int, Consumer]
@@ -110,35 +89,43 @@ class ServedConsumers:
         for info in self._buffer.consumers.list():
             one = self._open.get(info.name)
             more = {"world": read_generation(Disk(), self._folder(info.name))[1]}
-            found.append(dataclasses.asdict(info) | more | {"sampler": one and one.wanted.sampler})
+            found.append(dataclasses.asdict(info) | more | {"sampler": one and one.wanted["sampler"]})
         return found
 
-    def put(self, name: str, wanted: Wanted, client: Client) -> dict[str, Any]:
-        """Open a consumer, and create it if it is new; return where it is.
+    def put(
+        self, name: str, wanted: dict[str, Any], place: Place | None, client: ConsumerClient
+    ) -> dict[str, Any]:
+        """Open a consumer, and create it if it is new; return where it is, and the position of a place.
 
         Rank 0 decides with what it is open; a later request of rank 0 with something else opens it again.
+
+        Args:
+            name: Its name.
+            wanted: `sampler` (a description) and `where`, and other arguments of `ReplayBuffer.consumer`.
+            place: The place; None: the last commit, whether its draws are kept or not.
+            client: Who asks.
 
         Raises:
             ArgumentError: An argument is not allowed; the consumer has another seed or id.
             LockedError: Another process draws for it.
             NotReadyError: Rank 0 has not opened it with this number of ranks.
-            StateError: Another number of ranks has taken over.
+            StateError: Another number of ranks has taken over; the draws after the place are not kept.
         """
         with self._locks.use(name) as lock, lock:
             about, (generation, world) = self._load(name), read_generation(Disk(), self._folder(name))
             _check_client(name, client, None if about is None else about.id, generation)
-            if client.rank and (about is None or world != wanted.world):
+            if client.rank and (about is None or world != wanted["world"]):
                 raise NotReadyError(
                     f"rank {client.rank} of consumer {name!r} waits for rank 0 to open it, with "
-                    f"world={wanted.world}",
+                    f"world={wanted['world']}",
                     hint="start rank 0, too",
                 )
             one = self._open.get(name)
             if one is None or (one.wanted != wanted and not client.rank):
                 one = self._reopen(name, wanted, one)
-            return _describe(one)
+            return _describe(one, place)
 
-    def _reopen(self, name: str, wanted: Wanted, former: _Open | None) -> _Open:
+    def _reopen(self, name: str, wanted: dict[str, Any], former: _Open | None) -> _Open:
         if former is not None:
             del self._open[name]
             former.close()
@@ -149,22 +136,22 @@ class ServedConsumers:
                 self._begin(name, former.wanted)
             raise
 
-    def _begin(self, name: str, wanted: Wanted) -> _Open:
+    def _begin(self, name: str, wanted: dict[str, Any]) -> _Open:
         consumer = self._open_rank(name, wanted, 0)
         generation, _ = read_generation(Disk(), self._folder(name))
         self._open[name] = one = _Open(wanted, consumer.position["id"], generation, {0: consumer})
         return one
 
-    def _open_rank(self, name: str, wanted: Wanted, rank: int) -> Consumer:
-        sampler = self._make(wanted.sampler or {"kind": "uniform"}, wanted.where)
-        options = {field: getattr(wanted, field) for field in Wanted._fields[2:]}
+    def _open_rank(self, name: str, wanted: dict[str, Any], rank: int) -> Consumer:
+        options = dict(wanted)
+        sampler = self._make(options.pop("sampler") or {"kind": "uniform"}, options.pop("where"))
         with self._opening:
             return self._buffer.consumer(
                 name, sampler=sampler, at="end", rank=rank, timeout=_SECONDS, **options
             )
 
     @contextlib.contextmanager
-    def _use(self, name: str, client: Client) -> Iterator[tuple[_Open, Consumer]]:
+    def _use(self, name: str, client: ConsumerClient) -> Iterator[tuple[_Open, Consumer]]:
         """Yield an open consumer, and its part for a rank, while no other request uses it.
 
         Raises:
@@ -182,9 +169,9 @@ class ServedConsumers:
                     hint="PUT it: a server that starts has none open",
                 )  # fmt: skip
             _check_client(name, client, one.id, one.generation)
-            if client.world != one.wanted.world or client.rank >= client.world:
+            if client.world != one.wanted["world"] or client.rank >= client.world:
                 raise StateError(
-                    f"consumer {name!r} has {one.wanted.world} ranks now, and the request is of rank "
+                    f"consumer {name!r} has {one.wanted['world']} ranks now, and the request is of rank "
                     f"{client.rank} of {client.world}",
                     hint="send its rank and world; a process of a former number of ranks must end",
                 )
@@ -192,7 +179,7 @@ class ServedConsumers:
                 one.ranks[client.rank] = self._open_rank(name, one.wanted, client.rank)
             yield one, one.ranks[client.rank]
 
-    def draw(self, name: str, number: int, client: Client) -> tuple[Any, bool]:
+    def draw(self, name: str, number: int, client: ConsumerClient) -> tuple[Any, bool]:
         """Return the batch of a draw, a rank's part of it, and whether iteration ends with it.
 
         A new draw is recorded first.
@@ -210,16 +197,7 @@ class ServedConsumers:
             batch = consumer.draw(number)
             return batch, first.find_end(number, number + 1) is not None
 
-    def seek(self, name: str, place: Literal["committed", "end"] | int, client: Client) -> dict[str, Any]:
-        """Return where a consumer is, and the position of a place in its log.
-
-        Raises:
-            StateError: The draws after the place are not kept.
-        """
-        with self._use(name, client) as (one, _):
-            return _describe(one, place)
-
-    def commit(self, name: str, draws: int, client: Client) -> dict[str, Any]:
+    def commit(self, name: str, draws: int, client: ConsumerClient) -> dict[str, Any]:
         """Commit the first draws for a rank; return where the consumer is.
 
         Raises:
@@ -229,7 +207,7 @@ class ServedConsumers:
             consumer.commit({"consumer": name, "id": one.id, "draw": draws})
             return _describe(one)
 
-    def close(self, name: str, client: Client) -> None:
+    def close(self, name: str, client: ConsumerClient) -> None:
         """Let another process draw for a consumer."""
         with self._use(name, client) as (one, _):
             del self._open[name]
@@ -257,7 +235,7 @@ class ServedConsumers:
         return About.load(Disk(), self._folder(name))
 
 
-def _check_client(name: str, client: Client, id: str | None, generation: int) -> None:
+def _check_client(name: str, client: ConsumerClient, id: str | None, generation: int) -> None:
     if client.id not in (None, id):
         raise ArgumentError(
             f"consumer {name!r} " + (f"has id {id}" if id else "does not exist") + f"; the request is for id "
@@ -272,7 +250,7 @@ def _check_client(name: str, client: Client, id: str | None, generation: int) ->
         )
 
 
-def _describe(one: _Open, place: Literal["committed", "end"] | int | None = None) -> dict[str, Any]:
+def _describe(one: _Open, place: Place | None = None) -> dict[str, Any]:
     """Return where a consumer is, and the position of a place; None: of the last commit, unchecked."""
     consumer = one.ranks[0]
     consumer.seek("end")
@@ -282,5 +260,5 @@ def _describe(one: _Open, place: Literal["committed", "end"] | int | None = None
     position = end | {"draw": committed} if place is None else consumer.position
     return {
         "id": one.id, "draws": end["draw"], "committed": committed, "position": position,
-        "world": one.wanted.world, "generation": one.generation,
+        "world": one.wanted["world"], "generation": one.generation,
     }  # fmt: skip

@@ -12,13 +12,12 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from expstore.api.bodies import ARROW, choose_type, compression_of
-from expstore.api.consumers import Client, Wanted
+from expstore.api.consumers import ConsumerClient
 from expstore.api.dependencies import ROWS_ANSWER, Limits, Store, create_router, problems
 from expstore.api.errors import Refusal
-from expstore.api.request_models import RequestModel
 from expstore.api.routes.sample import BatchSize, Where
 from expstore.api.rows import answer_rows
-from expstore.api.samplers import AnySpec
+from expstore.api.samplers import AnySpec, describe_sampler
 from expstore.buffers.read_limits import limit_reads
 
 router = create_router("reading")
@@ -33,25 +32,6 @@ _Name = Annotated[
     ),
 ]
 _Count = Annotated[int, Field(ge=0, lt=1 << 63)]
-
-
-class ConsumerClient(RequestModel):
-    """Who asks for a consumer."""
-
-    model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{}]})
-
-    rank: int = Field(0, ge=0, lt=100_000, description="Which part of each batch the client gets, from 0.")
-    world: int = Field(1, ge=1, le=100_000, description="Number of clients that share the batches.")
-    id: str | None = Field(
-        None, max_length=100, description="Id of the consumer that is meant; null: the present one."
-    )
-    generation: int | None = Field(
-        None, ge=0, lt=1 << 63, description="Generation that the client belongs to; null: the present one."
-    )
-
-    def describe(self) -> Client:
-        """Return who asks."""
-        return Client(self.rank, self.world, self.id, self.generation)
 
 
 class OpenRequest(ConsumerClient):
@@ -75,6 +55,11 @@ class OpenRequest(ConsumerClient):
     missing: Literal["raise", "skip"] = Field(
         "raise", description="Whether a recorded draw fails if a row was deleted, or comes without it."
     )
+    at: Literal["committed", "end"] | _Count | None = Field(
+        None,
+        description="Place whose position is returned, if the draws after it are kept: the last commit, "
+        "after the last recorded draw, or before a draw. Null: the last commit, kept or not.",
+    )
     lease_rows: _Count | None = Field(
         None,
         description="Rows that are drawn and not committed which a retention policy keeps; null: a tenth.",
@@ -85,16 +70,6 @@ class DrawRequest(ConsumerClient):
     """A request for the batch of a draw."""
 
     wait: float = Field(0.0, ge=0, description="Seconds to wait until there are enough rows.")
-
-
-class SeekRequest(ConsumerClient):
-    """A place in the log of a consumer."""
-
-    model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"at": "committed"}]})
-
-    at: Literal["committed", "end"] | _Count = Field(
-        "committed", description="The last commit, the place after the last recorded draw, or before a draw."
-    )
 
 
 class CommitRequest(ConsumerClient):
@@ -126,52 +101,22 @@ class ConsumerState(BaseModel):
     generation: int = Field(description="Changes when the number of clients changes.")
 
 
-class KnownConsumer(BaseModel):
-    """What is known of a consumer."""
-
-    model_config = ConfigDict(
-        extra="allow",
-        json_schema_extra={
-            "examples": [
-                {"name": "learner", "draws": 10, "committed": 8, "first": 0, "log_bytes": 1500,
-                 "is_open": True, "leased": 0, "world": 1, "sampler": {"kind": "without_replacement"}}
-            ]
-        },
-    )  # fmt: skip
-
-    name: str = Field(description="Its name.")
-    draws: int = Field(description="Number of recorded draws.")
-    committed: int = Field(description="Number of committed draws.")
-    first: int = Field(description="Number of the oldest draw in its log.")
-    log_bytes: int = Field(description="Length of its log in bytes.")
-    is_open: bool = Field(description="Whether a process draws for it, this server or another one.")
-    leased: int = Field(description="Number of rows that a retention policy keeps for it.")
-    world: int = Field(description="Number of clients or processes that share the batches.")
-    sampler: dict[str, Any] | None = Field(
-        description="Its sampler, if it is open on this server and not uniform."
-    )
-
-
 class ConsumerList(BaseModel):
     """The consumers of a store."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"consumers": []}]})
 
-    consumers: list[KnownConsumer] = Field(description="Each consumer, by name.")
-
-
-class ConsumerOf(BaseModel):
-    """A consumer."""
-
-    model_config = ConfigDict(json_schema_extra={"examples": [{"name": "learner"}]})
-
-    name: str = Field(description="Its name.")
+    consumers: list[dict[str, Any]] = Field(
+        description="Each consumer, by name: `name`, `draws` (recorded), `committed`, `first` (the oldest "
+        "draw in its log), `log_bytes`, `is_open` (whether a process draws for it), `leased` (rows that a "
+        "retention policy keeps for it), `world`, and `sampler` if it is open on this server."
+    )
 
 
 @router.get("/stores/{name}/consumers", summary="List consumers", responses=problems())
 async def consumers(store: Store) -> ConsumerList:
     """List the consumers of a store, whichever process has opened them."""
-    return ConsumerList(consumers=[KnownConsumer(**one) for one in await store.run(store.consumers.list)])
+    return ConsumerList(consumers=await store.run(store.consumers.list))
 
 
 @changing.put(
@@ -186,12 +131,9 @@ async def open_consumer(store: Store, limits: Limits, consumer: _Name, asked: Op
     """
     if asked.batch_size > limits.max_rows:
         raise Refusal(422, f"batch_size is at most {limits.max_rows}")
-    wanted = Wanted(
-        None if asked.sampler is None else asked.sampler.describe(asked.where), asked.where,
-        asked.batch_size, asked.seed, asked.keep, asked.missing, asked.world, asked.lease_rows,
-    )  # fmt: skip
-    client = asked.describe()
-    return ConsumerState(**await store.run(lambda: store.consumers.put(consumer, wanted, client)))
+    wanted = asked.model_dump(exclude={"rank", "id", "generation", "at"})
+    wanted["sampler"] = describe_sampler(asked.sampler, asked.where)
+    return ConsumerState(**await store.run(lambda: store.consumers.put(consumer, wanted, asked.at, asked)))
 
 
 @changing.post(
@@ -214,28 +156,14 @@ async def draw_for_consumer(
     not opened since the server started. With kind `not_ready`: there are too few rows, even after `wait`
     seconds.
     """
-    kind, compression, client = choose_type(request), compression_of(request), asked.describe()
+    kind, compression = choose_type(request), compression_of(request)
 
     def answer() -> Response:
         with limit_reads(limits.max_answer, text=kind != ARROW):
-            batch, ends = store.consumers.draw(consumer, number, client)
+            batch, ends = store.consumers.draw(consumer, number, asked)
         return answer_rows(batch, kind, compression, store.encoder, {"draw": number, "ends": ends})
 
     return await store.run_patiently(answer, min(asked.wait, limits.wait_seconds))
-
-
-@changing.post(
-    "/stores/{name}/consumers/{consumer}/seek",
-    summary="Find a position of a consumer",
-    responses=problems(408, 413, 415),
-)
-async def seek_consumer(store: Store, consumer: _Name, asked: SeekRequest) -> ConsumerState:
-    """Return where a consumer is, and the position of a place.
-
-    Status 409: the draws after the place are not kept.
-    """
-    place, client = asked.at, asked.describe()
-    return ConsumerState(**await store.run(lambda: store.consumers.seek(consumer, place, client)))
 
 
 @changing.post(
@@ -245,24 +173,26 @@ async def seek_consumer(store: Store, consumer: _Name, asked: SeekRequest) -> Co
 )
 async def commit_consumer(store: Store, consumer: _Name, asked: CommitRequest) -> ConsumerState:
     """Record that a checkpoint of the client covers the first draws, so that they are not needed again."""
-    draws, client = asked.draws, asked.describe()
-    return ConsumerState(**await store.run(lambda: store.consumers.commit(consumer, draws, client)))
+    return ConsumerState(**await store.run(lambda: store.consumers.commit(consumer, asked.draws, asked)))
 
 
 @changing.post(
     "/stores/{name}/consumers/{consumer}/close",
+    status_code=204,
     summary="Close a consumer",
     responses=problems(408, 413, 415),
 )
-async def close_consumer(store: Store, consumer: _Name, asked: ConsumerClient) -> ConsumerOf:
+async def close_consumer(store: Store, consumer: _Name, asked: ConsumerClient) -> None:
     """Let another process draw for a consumer. Its log does not change."""
-    client = asked.describe()
-    await store.run(lambda: store.consumers.close(consumer, client))
-    return ConsumerOf(name=consumer)
+    await store.run(lambda: store.consumers.close(consumer, asked))
 
 
-@changing.delete("/stores/{name}/consumers/{consumer}", summary="Drop a consumer", responses=problems())
-async def drop_consumer(store: Store, consumer: _Name) -> ConsumerOf:
+@changing.delete(
+    "/stores/{name}/consumers/{consumer}",
+    status_code=204,
+    summary="Drop a consumer",
+    responses=problems(),
+)
+async def drop_consumer(store: Store, consumer: _Name) -> None:
     """End a consumer, and remove its log. The rows of the store do not change."""
     await store.run(lambda: store.consumers.drop(consumer))
-    return ConsumerOf(name=consumer)

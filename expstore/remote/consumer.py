@@ -70,16 +70,16 @@ class RemoteConsumer:
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
             raise ArgumentError(f"timeout must be a number of seconds above 0, got {timeout!r}")
         rank, world = find_rank(rank, world)
-        place = _read_place(at)
+        _read_place(at)
         self.name, self.closed = name, False
         self._connection, self._read, self._settings = connection, read, settings
         self._wait, self._timeout = wait, timeout
-        self._client: dict[str, Any] = {"rank": rank, "world": world, "id": place.get("id")}
+        self._client: dict[str, Any] = {"rank": rank, "world": world}
         self._using, self._process = threading.Lock(), os.getpid()
         self._draws = 0  # that are known to be recorded
-        state = self._wait_for_rank_0(self._open)
+        state = self._wait_for_rank_0(lambda: self._put(at))
         self._client |= {"id": state["id"], "generation": state["generation"]}
-        self._number = int(self._seek(at)["position"]["draw"])
+        self._number = int(state["position"]["draw"])
 
     # -- drawing -----------------------------------------------------------------------------------
 
@@ -146,7 +146,7 @@ class RemoteConsumer:
         Raises:
             NotFoundError: A draw was not recorded, or is not kept.
         """
-        count = self._seek("committed")["draws"]
+        count = self._put()["draws"]
         for number in range(first, count if last is None else last + 1):
             if not 0 <= number < count:
                 raise NotFoundError(
@@ -166,13 +166,13 @@ class RemoteConsumer:
     def replaying(self) -> bool:
         """Whether the next batch was recorded before; the server is asked if that is not known here."""
         if self._number >= self._draws:
-            self._seek("committed")
+            self._put()
         return self._number < self._draws
 
     @property
     def committed(self) -> int:
         """Number of draws that the last `commit` covers, that of each rank; the server is asked."""
-        return int(self._seek("committed")["committed"])
+        return int(self._put()["committed"])
 
     def seek(self, position: Place) -> None:
         """Go to a position: the draws that were recorded after it come again.
@@ -186,7 +186,7 @@ class RemoteConsumer:
             StateError: The draws after it are not in the log.
         """
         with self._using:
-            self._number = int(self._seek(position)["position"]["draw"])
+            self._number = int(self._put(position)["position"]["draw"])
 
     def commit(self, position: Position | None = None) -> None:
         """Record that a checkpoint with this position is safe, so that earlier draws are not needed again.
@@ -204,19 +204,15 @@ class RemoteConsumer:
             place = _read_place(self.position if position is None else position)
             self._post("commit", {"draws": place["at"], "id": place.get("id")})
 
-    def _seek(self, place: Place) -> dict[str, Any]:
-        """Return where the consumer is, and the position of a place."""
-        state: dict[str, Any] = self._post("seek", _read_place(place)).json()
-        self._draws = max(self._draws, state["draws"])
-        return state
-
     # -- requests ----------------------------------------------------------------------------------
 
-    def _open(self) -> dict[str, Any]:
-        """Let the server open the consumer, unless it is open; return where it is."""
-        body = {**self._settings, **self._client}
+    def _put(self, place: Place | None = None) -> dict[str, Any]:
+        """Let the server open the consumer, unless it is open; return where it is, and a place's position."""
+        self._check_usable()
+        body = {**self._settings, **self._client, **({} if place is None else _read_place(place))}
         with name_arguments():
             state: dict[str, Any] = self._connection.request("PUT", _route(self.name), body=body).json()
+        self._draws = max(self._draws, state["draws"])
         return state
 
     def _post(self, act: str, body: Mapping[str, Any], accept: str = JSON, wait: float = 0.0) -> Answer:
@@ -235,7 +231,7 @@ class RemoteConsumer:
         except StateError as exc:
             if exc.kind != "not_open":
                 raise
-        self._open()
+        self._put()
         return ask()
 
     def _wait_for_rank_0(self, act: Callable[[], _Found]) -> _Found:

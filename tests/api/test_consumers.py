@@ -173,7 +173,7 @@ def test_clients_of_a_former_number_of_ranks_are_refused(client: httpx.Client) -
     ids(client, 0, rank=1, world=2)
     assert open_it(client, world=3)["generation"] == old["generation"] + 1
     ids(client, 1, rank=2, world=3)
-    for act, body in (("draws/1", {}), ("commit", {"draws": 1}), ("seek", {}), ("close", {})):
+    for act, body in (("draws/1", {}), ("commit", {"draws": 1}), ("close", {})):
         answer = client.post(f"{LEARNER}/{act}", json=body | {"rank": 1, "world": 2})
         assert refusal_of(answer) == (409, "state"), act
         assert "has 3 ranks now" in answer.json()["error"]["message"]
@@ -256,7 +256,7 @@ def test_after_a_restart_it_is_opened_again(tmp_path: Path) -> None:
         found = [ids(client, number) for number in range(6)]
         state(client.post(f"{LEARNER}/commit", json={"draws": 2}))
     with api_client(tmp_path) as client:
-        for act in ("draws/1", "commit", "seek", "close"):
+        for act in ("draws/1", "commit", "close"):
             refused = client.post(f"{LEARNER}/{act}", json={"draws": 2} if act == "commit" else {})
             assert refusal_of(refused) == (409, "not_open"), act
             assert "PUT it" in refused.json()["error"]["hint"]
@@ -276,11 +276,11 @@ def test_places_of_the_log(client: httpx.Client) -> None:
     ids(client, 5)
     assert client.post(f"{LEARNER}/commit", json={"draws": 2}).json()["committed"] == 2
     for at, wanted in (("committed", 2), ("end", 6), (0, 0), (4, 4), (6, 6)):
-        assert state(client.post(f"{LEARNER}/seek", json={"at": at}))["position"]["draw"] == wanted
-    assert refusal_of(client.post(f"{LEARNER}/seek", json={"at": 7})) == (409, "state")
+        assert open_it(client, at=at)["position"]["draw"] == wanted
+    assert refusal_of(client.put(LEARNER, json={"batch_size": 10, "at": 7})) == (409, "state")
     for draws in (1, 7):
         assert refusal_of(client.post(f"{LEARNER}/commit", json={"draws": draws})) == (409, "state")
-    for act in ("draws/2", "seek", "commit", "close"):
+    for act in ("draws/2", "commit", "close"):
         body = {"id": "another"} | ({"draws": 3} if act == "commit" else {})
         assert refusal_of(client.post(f"{LEARNER}/{act}", json=body)) == (422, "argument"), act
     assert refusal_of(draw(client, 20_000)) == (422, "argument")
@@ -296,7 +296,7 @@ def test_consumers_are_listed_and_dropped(client: httpx.Client) -> None:
         "name": "learner", "draws": 2, "committed": 0, "first": 0, "is_open": True, "leased": 10, "world": 2,
         "sampler": {"kind": "without_replacement", "shuffle": True, "drop_last": False},
     }  # fmt: skip
-    assert client.delete(LEARNER).json() == {"name": "learner"}
+    assert client.delete(LEARNER).status_code == 204
     assert client.get(f"{RUN}/consumers").json() == {"consumers": []}
     for answer in (
         client.delete(LEARNER),
@@ -317,7 +317,7 @@ def test_the_server_and_programs_of_its_machine_exclude_each_other(
     with expstore.open(tmp_path / "run.exp", mode="r", batch_size=10) as rb:
         with pytest.raises(expstore.errors.LockedError):
             rb.consumer("learner")
-        assert client.post(f"{LEARNER}/close", json={}).json() == {"name": "learner"}
+        assert client.post(f"{LEARNER}/close", json={}).status_code == 204
         with rb.consumer("learner") as own:
             assert own.sample()["id"].tolist() == found
             assert refusal_of(client.put(LEARNER, json={"batch_size": 10})) == (423, "locked")
@@ -343,7 +343,7 @@ def test_rights(tmp_path: Path) -> None:
         open_it(client)
         client.headers.update(headers[1])
         assert len(client.get(f"{RUN}/consumers").json()["consumers"]) == 1
-        acts = [("PUT", ""), ("DELETE", ""), *(("POST", f"/{act}") for act in ("draws/0", "seek", "commit"))]
+        acts = [("PUT", ""), ("DELETE", ""), *(("POST", f"/{act}") for act in ("draws/0", "commit", "close"))]
         for method, act in acts:
             answer = client.request(method, LEARNER + act, content=json.dumps({}))
             assert refusal_of(answer) == (403, "forbidden"), act

@@ -216,9 +216,11 @@ def test_they_are_listed_and_dropped(rb: Any, path: Path) -> None:
         found = {one.name: (one.draws, one.committed, one.is_open) for one in rb.consumers.list()}
         assert found == {"learner": (3, 3, True), "other": (0, 0, True)}
         rb.consumers.drop("learner")
-        for act in (c.sample, c.commit, lambda: c.replaying):
+        for act in (c.sample, c.commit):
             with pytest.raises(NotFoundError):
                 act()
+        with pytest.raises(ArgumentError, match="was dropped"):
+            c.seek("end")
         with rb.consumer("learner") as new:
             assert new.position["draw"] == 0
             with pytest.raises(ArgumentError, match="was dropped"):
