@@ -91,7 +91,7 @@ _Answer = weakref.WeakMethod[Callable[[Question], None]]
 
 def _accept(listener: Listener, answer: _Answer, ended: threading.Event) -> None:
     while not ended.is_set():
-        # A stranger that does not know the key is no reason to stop.
+        # A process that does not know the key is no reason to stop.
         with contextlib.suppress(OSError, EOFError, AuthenticationError):
             connection = listener.accept()
             work = connection, answer

@@ -65,7 +65,7 @@ class Ranks:
             self.join()
 
     def check(self) -> None:
-        """Refuse to go on in a former generation.
+        """Refuse to continue in a former generation.
 
         Raises:
             StateError: Rank 0 has begun another generation.

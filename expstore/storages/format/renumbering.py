@@ -1,6 +1,6 @@
 """Former ids of rows: a restore gives rows new ids, and so does a resize that keeps the best rows.
 
-Everything outside the rows that names rows, such as the log of a consumer, keeps the ids that it has; whoever
+Everything outside the rows that names rows, such as the log of a consumer, keeps the ids that it has; what
 reads it calls `Renumbering.present`. That is unambiguous, because a store never uses an id again. The file
 `renumbered` is replaced together with the rows (`storages/format/swap.py`), so after a crash both are former
 or both are new.

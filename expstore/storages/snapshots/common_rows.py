@@ -1,6 +1,6 @@
 """Find the rows of a snapshot that a store has had, so that what names them can follow them.
 
-Used by a restore. Copies of a store have the same uuid and go on with the same ids, so equal ids are not
+Used by a restore. Copies of a store have the same uuid and continue with the same ids, so equal ids are not
 enough.
 """
 
