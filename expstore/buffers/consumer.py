@@ -192,7 +192,7 @@ class Consumer(StorePart):
     def _begin_generation(self) -> None:
         """Stop the ranks of another number of ranks; keep what all of them have committed."""
         self._ranks.join()
-        committed = self._ranks.committed(self._log.committed)
+        committed = self._ranks.count_committed(self._log.committed)
         if committed > self._log.committed:
             self._log.commit(committed)
             self._log.sync()
@@ -419,7 +419,11 @@ class Consumer(StorePart):
     @property
     def replaying(self) -> bool:
         """Whether the next batch was recorded before; in a rank other than 0, whether rank 0 has drawn it."""
-        return self._at < (self._log.count if self._decides else self._log.follow())
+        return self._at < self._count()
+
+    def _count(self) -> int:
+        """Return the number of recorded draws."""
+        return self._log.count if self._decides else self._log.follow()
 
     @property
     def committed(self) -> int:
@@ -427,7 +431,7 @@ class Consumer(StorePart):
         if self._ranks.world == 1:
             return self._log.committed
         self._log.follow()
-        return self._ranks.committed(self._log.committed)
+        return self._ranks.count_committed(self._log.committed)
 
     def commit(self, position: Position | None = None) -> None:
         """Record that a checkpoint with this position is safe, so that earlier draws are not needed again.
@@ -458,7 +462,7 @@ class Consumer(StorePart):
         if is_shared:
             self._ranks.check()
             log.follow()
-            former = self._ranks.committed_here(former)
+            former = self._ranks.count_own(former)
         if not former <= count <= log.count:
             raise StateError(
                 f"cannot commit draw {count} of consumer {self.name!r}: {former} draws are committed, and "
@@ -478,7 +482,7 @@ class Consumer(StorePart):
             return
         self._log.sync()
         self._ranks.commit(count)
-        if (committed := self._ranks.committed(self._log.committed)) > self._log.committed:
+        if (committed := self._ranks.count_committed(self._log.committed)) > self._log.committed:
             self._log.commit(committed)
 
     def seek(self, position: Place) -> None:
@@ -508,7 +512,7 @@ class Consumer(StorePart):
         if isinstance(place, Mapping):
             number = self._number_of(place)
         else:
-            number = self.committed if place == "committed" else self._log.count
+            number = self.committed if place == "committed" else self._count()
         if not self._log.first <= number <= self._log.count:
             raise StateError(
                 f"cannot go back to draw {number} of consumer {self.name!r}: its log has draws "

@@ -98,7 +98,7 @@ class Ranks:
         if is_new:
             self._disk.sync_dir(self._folder)
 
-    def committed(self, floor: int) -> int:
+    def count_committed(self, floor: int) -> int:
         """Return how many draws all ranks have committed.
 
         Args:
@@ -106,7 +106,7 @@ class Ranks:
         """
         return max(floor, min(self._read(rank, floor) for rank in range(self._members)))
 
-    def committed_here(self, floor: int) -> int:
+    def count_own(self, floor: int) -> int:
         """Return how many draws this rank has committed, at least `floor`."""
         return max(floor, self._read(self.rank, floor))
 
@@ -163,7 +163,7 @@ def read_committed(disk: Disk, folder: Path, floor: int) -> int:
     """Return how many draws all ranks of a consumer have committed; `floor` is what its log says."""
     ranks = Ranks(disk, folder, 0, 1)
     ranks.join()
-    return ranks.committed(floor)
+    return ranks.count_committed(floor)
 
 
 def read_generation(disk: Disk, folder: Path) -> tuple[int, int]:

@@ -568,7 +568,7 @@ def test_prefetched_passes_end_where_direct_ones_do(rb: Any) -> None:
         assert [len(batch) for batch in learner] == [30, 30, 30, 10]
 
 
-def test_an_error_of_a_prefetched_draw_comes_at_its_turn(tmp_path: Path) -> None:
+def test_an_error_of_a_prefetched_draw_comes_when_it_is_asked_for(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "run.exp", batch_size=4, seed=1) as rb:
         with rb.consumer("learner", prefetch=2) as learner:
             with pytest.raises(NotReadyError):

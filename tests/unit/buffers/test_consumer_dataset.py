@@ -234,7 +234,7 @@ def test_workers_ask_by_a_copy_of_the_client() -> None:
         server.client.ask("draw", 6)
 
 
-def test_a_stranger_does_not_stop_the_server() -> None:
+def test_a_process_without_the_key_does_not_stop_the_server() -> None:
     answers = Answers()
     server = DrawServer(answers.answer)
     with pytest.raises((OSError, EOFError, Exception), match="digest|rejected|"):

@@ -355,17 +355,17 @@ def test_a_generation_outlives_its_processes(tmp_path: Path) -> None:
     first.commit(5)
     second = Ranks(disk, tmp_path, 1, 2)
     assert second.join()
-    assert second.committed(3) == 3
+    assert second.count_committed(3) == 3
     second.commit(4)
-    assert first.committed(3) == 4
-    assert second.committed_here(0) == 4
+    assert first.count_committed(3) == 4
+    assert second.count_own(0) == 4
     other = Ranks(disk, tmp_path, 0, 3)
     assert not other.join()
-    assert other.committed(3) == 4  # of the former ranks
+    assert other.count_committed(3) == 4  # of the former ranks
     other.begin()
-    assert other.committed(4) == 4
+    assert other.count_committed(4) == 4
     other.commit(9)
-    assert other.committed(4) == 4
+    assert other.count_committed(4) == 4
     for one in (first, second, other):
         one.close()
 
