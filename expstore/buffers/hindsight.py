@@ -16,7 +16,7 @@ import torch
 from tensordict import TensorDictBase
 
 from expstore.buffers.tensordict import TensorDictReplayBuffer
-from expstore.core.values import Array, IntArray, Key, check_key, key_name, to_key
+from expstore.core.values import Array, IntArray, Key, Selection, check_key, key_name, to_key
 from expstore.errors import ArgumentError, NotFoundError, SchemaError, StateError
 from expstore.samplers.base import Sampler, readable
 from expstore.samplers.keyed_trajectories import Trajectories
@@ -251,14 +251,14 @@ class HindsightGoals:
         self.changes += 1
 
     def look(
-        self, storage: ReadView, ids: IntArray, generator: np.random.Generator, view: StepView | None
+        self, storage: ReadView, rows: Selection, generator: np.random.Generator, view: StepView | None
     ) -> StepView | None:
         """Return a view that has read the rows that give the goals; see `Relabeling.look`."""
-        count = int(ids.size * self.ratio)
+        count = int(rows.ids.size * self.ratio)
         if not count:
             return view
         if view is None:
-            view = StepView(storage, ids, generator)
+            view = StepView(storage, rows.ids, generator, newest=rows.newest)
         self._check_fields(storage)
         goals = _Goals(
             self.reward_fn,
@@ -368,7 +368,7 @@ class _Goals(StepTransform):
         if generator is None:
             raise StateError("goals are drawn with a batch: rows that are read by index have no new goals")
         if self.strategy is HindsightStrategy.RANDOM:
-            window = readable(view.storage)
+            window = readable(view.storage).until(view.newest)
             return window.nth(generator.integers(0, window.rows, ids.size))
         before, after = view.reach(ids, self.runs)
         if self.strategy is HindsightStrategy.FINAL:

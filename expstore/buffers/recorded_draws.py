@@ -6,6 +6,7 @@ whether a draw is new or recorded is here.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -135,7 +136,7 @@ class RecordedDraws(Sampler):
             chosen = self._find_rows_again(storage)
         else:
             self._seen = storage.changes.seen  # before any value is read
-            chosen = self._sampler.select(storage, batch_size, generator)
+            chosen = self._limit(storage, self._sampler.select(storage, batch_size, generator))
         if self.is_followed:
             # The same generator is used, and must not depend on how many numbers the sampler took.
             self._draws.numbers((self.number, 0), _STEPS)
@@ -152,7 +153,7 @@ class RecordedDraws(Sampler):
         if self.is_recorded:
             chosen = self._find_rows_again(storage)
         else:
-            chosen = self._sampler.sample_again(storage, selection, generator)
+            chosen = self._limit(storage, self._sampler.sample_again(storage, selection, generator))
         if self.is_followed:
             self._draws.numbers((self.number, 0), _STEPS)
         return chosen
@@ -171,6 +172,10 @@ class RecordedDraws(Sampler):
             raise self.build_no_rows_error(storage)
         draw = self._draws.next(self._state)
         self.hand_out(storage, self.select(storage, batch_size, self._draws.numbers(draw, 0)))
+
+    def _limit(self, storage: ReadView, chosen: Selection) -> Selection:
+        """Let step transforms and new goals read no row that is appended from now on."""
+        return replace(chosen, newest=storage.stored.last) if self.is_followed else chosen
 
     def _find_rows_again(self, storage: ReadView) -> Selection:
         recorded = self._log.read(self.number)
@@ -210,6 +215,7 @@ class RecordedDraws(Sampler):
                 raise build_changed_error(f"draw {self.number}", selection.ids[changed])
             return
         state, former, stored = self._state, self._state.progress, storage.stored
+        last = stored.last if selection.newest is None else selection.newest
         self._counted = -1  # an interruption may leave the rows counted or not
         try:
             self._sampler.hand_out(storage, selection)
@@ -218,7 +224,7 @@ class RecordedDraws(Sampler):
                 selection,
                 changes=self._seen,
                 low=stored.low,
-                last=stored.last,
+                last=last,
                 progress=state.progress,
                 ends=self._ends,
                 use=self._use,

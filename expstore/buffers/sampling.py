@@ -25,7 +25,7 @@ from expstore.buffers.sample_units import SampleUnit, check_unit
 from expstore.buffers.store_handle import Life, StoreHandle, StorePart
 from expstore.core.draw_state import DrawState
 from expstore.core.draws import DrawNumber, Draws
-from expstore.core.values import Array, IntArray, Key, Selection
+from expstore.core.values import Array, Key, Selection
 from expstore.errors import ArgumentError, ExpStoreError, StateError
 from expstore.rate_limiters import RateLimiter
 from expstore.samplers.base import Sampler
@@ -46,13 +46,13 @@ class Relabeling(Protocol):
     changes: int
 
     def look(
-        self, storage: ReadView, ids: IntArray, generator: np.random.Generator, view: StepView | None
+        self, storage: ReadView, rows: Selection, generator: np.random.Generator, view: StepView | None
     ) -> StepView | None:
         """Return a view that has read the rows for the new values; None: no row gets new values.
 
         Args:
             storage: Storage of the rows.
-            ids: The rows of the batch. Shape `(n,)`.
+            rows: The rows of the batch.
             generator: The random numbers of this draw.
             view: The steps that step transforms have read; None: the chain has no step transform.
         """
@@ -238,9 +238,9 @@ class Sampling(StorePart):
             return None, None, None
         if limit is not None:
             limit.check(storage, rows.ids)
-        view = transform.look(storage, rows.ids, generator) if transform.steps else None
+        view = transform.look(storage, rows.ids, generator, newest=rows.newest) if transform.steps else None
         if self.relabeling is not None:
-            view = self.relabeling.look(storage, rows.ids, generator, view)
+            view = self.relabeling.look(storage, rows, generator, view)
         if view is None:
             columns = storage.read(rows.ids)
             return rows, columns if storage.intact(rows.ids) else None, None

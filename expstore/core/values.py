@@ -156,6 +156,10 @@ class Window:
             return self
         return Window(self.last - count, self.last, self.deleted)
 
+    def until(self, last: int | None) -> Window:
+        """Return the part with ids up to `last`; None: the whole window."""
+        return self if last is None or last >= self.last else Window(min(self.low, last), last, self.deleted)
+
     def runs(self) -> list[tuple[int, int]]:
         """Return the readable ids as runs (first id, rows); for an empty window one run of 0 rows."""
         if not self.deleted:
@@ -251,6 +255,7 @@ class Selection:
         anchors: The sampler's own selection, if a sample unit has replaced its rows by `ids`.
         notes: Information that is not one number per row; only part of the info that `sample` returns.
         oldest: The smallest id of other rows that were read for the batch; 0 without such rows.
+        newest: The largest id that other rows have which are read for the batch; None: no limit.
         mass: What the rows were drawn from; None if the sampler has no mass.
     """
 
@@ -262,6 +267,7 @@ class Selection:
     anchors: Selection | None = None
     notes: dict[Any, Any] = field(default_factory=dict)
     oldest: int = 0
+    newest: int | None = None
     mass: Mass | None = None
 
     def take(self, which: Any) -> Selection:

@@ -46,16 +46,22 @@ def find_present(
     Raises:
         RowsChangedError: A row is gone, or was changed; with "skip": all are.
     """
-    ids, there = find_rows(storage, selection.ids)
+    former = selection.ids
+    ids, there = find_rows(storage, former)
     if changed is not None:
         there = there & ~changed(ids)
-        if ids is not selection.ids:
-            there &= ~changed(selection.ids)
+        if ids is not former:
+            there &= ~changed(former)
+    if ids is not former:
+        newest = selection.newest
+        if newest is not None and storage.path is not None:
+            newest = Renumbering.load(storage.disk, storage.path).present_last(newest)
+        selection = replace(selection, ids=ids, newest=newest)
     if there.all():
-        return replace(selection, ids=ids)
+        return selection
     if missing == "raise" or not there.any():
-        raise build_changed_error(draw, selection.ids[~there])
-    return replace(selection, ids=ids).take(there)
+        raise build_changed_error(draw, former[~there])
+    return selection.take(there)
 
 
 def build_changed_error(draw: str, ids: IntArray) -> RowsChangedError:

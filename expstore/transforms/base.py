@@ -53,6 +53,7 @@ class StepView:
         generator: The random generator of this draw, in the state in which the sampler left it; None if the
             rows are read by index.
         neighbours: Whether other rows than those of the batch are read.
+        newest: The largest id of other rows: newer rows are as if they were not there; None: no limit.
 
     Raises:
         SchemaError: The store's rows are not single steps of TensorDicts, and `neighbours` is True.
@@ -74,6 +75,7 @@ class StepView:
         generator: np.random.Generator | None = None,
         *,
         neighbours: bool = True,
+        newest: int | None = None,
     ) -> None:
         if neighbours:
             _check_rows(storage)
@@ -85,6 +87,8 @@ class StepView:
         #: Positions in the schema of the fields that are read from `next_ids`.
         self.moved: frozenset[int] = frozenset()
         self.generator = generator
+        #: The largest id of other rows; None: no limit.
+        self.newest = newest
         #: The transforms and what their `look` returned, in their order.
         self.seen: list[tuple[StepTransform, Any]] = []
         self._oldest = int(ids.min()) if ids.size else 0
@@ -113,9 +117,31 @@ class StepView:
         offsets = np.ascontiguousarray(np.atleast_2d(offsets), np.int64)
         runs = self._runs_around(ids, back=bool((offsets < 0).any())) if runs is None else runs
         with runs.lock:
-            there, valid = runs.near(*self._locate(runs, ids), offsets)
+            numbers, steps = self._locate(runs, ids)
+            if self.newest is None:
+                there, valid = runs.near(numbers, steps, offsets)
+            else:
+                after = self._count_after(runs, numbers, steps)[:, None]
+                there, valid = runs.near(numbers, steps, np.minimum(offsets, after))
+                valid &= offsets <= after
         self._show(there)
         return there, valid
+
+    def _count_after(self, runs: Runs, numbers: IntArray, steps: IntArray) -> IntArray:
+        """Return how many steps after each row can be read, up to the newest row. Shapes `(n,)`."""
+        after: IntArray = runs.stop[numbers] - 1 - steps
+        if self.newest is None or not after.size:
+            return after
+        newest, one = self.newest, np.ones(1, np.int64)
+        late = np.flatnonzero(runs.rows(numbers, steps + after, one.repeat(after.size)) > newest)
+        # In an episode, later steps have larger ids.
+        low, high = np.zeros(late.size, np.int64), after[late]
+        while (low + 1 < high).any():
+            middle = (low + high) // 2
+            seen = runs.rows(numbers[late], steps[late] + middle, one.repeat(late.size)) <= newest
+            low, high = np.where(seen, middle, low), np.where(seen, high, middle)
+        after[late] = low
+        return after
 
     def reach(self, ids: IntArray, runs: Runs | None = None) -> tuple[IntArray, IntArray]:
         """Return how many steps before each row can be read, and how many after it. Shapes `(n,)`.
@@ -127,7 +153,7 @@ class StepView:
         runs = self._runs_around(ids, back=True) if runs is None else runs
         with runs.lock:
             numbers, steps = self._locate(runs, ids)
-            return steps - runs.first[numbers], runs.stop[numbers] - 1 - steps
+            return steps - runs.first[numbers], self._count_after(runs, numbers, steps)
 
     def ahead(self, ids: IntArray, most: int | None = None) -> tuple[IntArray, IntArray]:
         """Return, for each row, the ids from that row to the last readable step of its episode.
@@ -142,7 +168,7 @@ class StepView:
         runs = self._runs_around(ids, back=False)
         with runs.lock:
             numbers, steps = self._locate(runs, ids)
-            lengths = runs.stop[numbers] - steps
+            lengths = self._count_after(runs, numbers, steps) + 1
             if most is not None:
                 lengths = np.minimum(lengths, most)
             there = runs.rows(numbers, steps, lengths)

@@ -118,7 +118,12 @@ class Compose:
         return (*self.steps, *others)
 
     def look(
-        self, storage: ReadView, ids: IntArray, generator: np.random.Generator | None = None
+        self,
+        storage: ReadView,
+        ids: IntArray,
+        generator: np.random.Generator | None = None,
+        *,
+        newest: int | None = None,
     ) -> StepView | None:
         """Let the step transforms read the other steps that they need.
 
@@ -126,6 +131,7 @@ class Compose:
             storage: The storage with the rows.
             ids: Ids of the batch's rows. Shape `(n,)`.
             generator: The random generator of this draw.
+            newest: The largest id of other rows; None: no limit.
 
         Returns:
             A view with their results. It also reads the batch (`columns`), and then tells whether any row was
@@ -134,7 +140,7 @@ class Compose:
         if not self.steps:
             return None
         neighbours = not all(step.stays_within(storage) for step in self.steps)
-        view = StepView(storage, ids, generator, neighbours=neighbours)
+        view = StepView(storage, ids, generator, neighbours=neighbours, newest=newest)
         for step in self.steps:
             view.show_to(step)
         return view

@@ -782,7 +782,7 @@ def _parse_draw(number: int, data: bytes) -> Draw:
     ids = _expand(take("<i8", (runs, 2))) if runs else take("<i8", (rows,))
     info = {tuple(key): take(dtype, (rows, *shape)) for key, dtype, shape in columns["info"]}
     marks = [(tuple(key), take(np.bool_, shape), *flags) for key, shape, *flags in columns["marks"]]
-    selection = Selection(ids, info, marks=tuple(Mark(*one) for one in marks), asked=asked)
+    selection = Selection(ids, info, marks=tuple(Mark(*one) for one in marks), asked=asked, newest=last)
     return Draw(number, selection, changes, low, last, tuple(progress), ends, time_us)
 
 

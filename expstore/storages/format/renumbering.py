@@ -74,6 +74,17 @@ class Renumbering:
         found: IntArray = np.where((at >= 0) & (ids < first + rows), new + ids - first, ids)
         return found
 
+    def present_last(self, last: int) -> int:
+        """Return the present id of the newest row that a window up to the former id `last` had.
+
+        It is `last` if no row up to it has another id now.
+        """
+        at = int(np.searchsorted(self.runs[:, 0], last, side="right")) - 1
+        if at < 0 or last >= self.runs[at, 2]:
+            return last
+        first, rows, new = self.runs[at].tolist()
+        return int(min(last, first + rows - 1) - first + new)
+
     def then(self, runs: IntArray) -> Renumbering:
         """Return the table after a change that gives rows new ids.
 

@@ -11,7 +11,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -23,6 +23,7 @@ import torch
 from tensordict import TensorDict
 
 import expstore
+from expstore import transforms
 from expstore.core.values import Mark, Selection
 from expstore.disk.files import Disk, File
 from expstore.errors import (
@@ -63,7 +64,7 @@ def rb(tmp_path: Path) -> Iterator[Any]:
 
 
 def same(one: Any, other: Any) -> bool:
-    return bool((one == other).all())
+    return bool(((one == other) | ((one != one) & (other != other))).all())  # NaN is NaN
 
 
 def draw(consumer: Any, count: int) -> list[Any]:
@@ -522,6 +523,69 @@ def test_a_draw_that_cannot_be_recorded_comes_again(rb: Any, monkeypatch: pytest
     assert all(map(same, draw(c, 3), expected[1:]))
     c.close()
     assert all(map(same, rb.consumer("learner").replay(0), expected))
+
+
+# -- other steps than those of the batch -----------------------------------------------------------------
+
+
+def episode_part(start: int, count: int) -> TensorDict:
+    """Rows of one long episode."""
+    number = torch.arange(start, start + count)[:, None]
+    flags = torch.zeros(count, 1, dtype=torch.bool)
+    following = {"observation": number + 1.0, "reward": number * 1.0, "done": flags, "terminated": flags}
+    return TensorDict({"observation": number * 1.0, "next": following}, [count])
+
+
+STEP_TRANSFORMS: dict[str, Callable[[], Any]] = {
+    "multi_step": lambda: transforms.MultiStepTransform(n_steps=5, gamma=0.9),
+    "reward_to_go": lambda: transforms.Reward2GoTransform(gamma=0.9),
+    "next_state": lambda: transforms.NextStateReconstructor(),
+}
+
+
+@pytest.mark.guarantee("consumers/again")
+@pytest.mark.parametrize("kind", STEP_TRANSFORMS)
+def test_steps_that_came_later_are_not_read_by_a_recorded_draw(kind: str, tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "run.exp", batch_size=8, seed=1) as rb:
+        rb.append_transform(STEP_TRANSFORMS[kind]())
+        rb.extend(episode_part(0, 10))
+        with rb.consumer("learner", keep="all") as learner:
+            before = []
+            for start in range(10, 60, 10):
+                before += draw(learner, 2)
+                rb.extend(episode_part(start, 10))
+            assert all(map(same, learner.replay(0), before))
+            fresh = draw(learner, 4)
+        with expstore.open(tmp_path / "run.exp", mode="r", batch_size=8) as reader:
+            reader.append_transform(STEP_TRANSFORMS[kind]())
+            with reader.consumer("learner", at="end", keep="all") as learner:
+                assert all(map(same, learner.replay(0), before + fresh))
+
+
+@pytest.mark.parametrize("strategy", ["future", "final", "episode", "random"])
+def test_goals_that_came_later_are_not_taken_by_a_recorded_draw(strategy: str, tmp_path: Path) -> None:
+    def goals(start: int) -> TensorDict:
+        data = episode_part(start, 10)
+        data["achieved_goal"] = data["observation"].clone()
+        data["desired_goal"] = torch.zeros(10, 1)
+        data["next", "achieved_goal"] = data["next", "observation"].clone()
+        return data
+
+    rb = expstore.HERReplayBuffer(
+        storage=expstore.ZarrStorage(tmp_path / "run.exp"),
+        batch_size=8,
+        her_ratio=1.0,
+        strategy=strategy,
+        reward_fn=lambda rows: (rows["achieved_goal"] == rows["desired_goal"]).float(),
+    )
+    with rb:
+        rb.extend(goals(0))
+        with rb.consumer("learner", keep="all", seed=1) as learner:
+            before = []
+            for start in range(10, 60, 10):
+                before += draw(learner, 2)
+                rb.extend(goals(start))
+            assert all(map(same, learner.replay(0), before))
 
 
 # -- batches prepared ahead ------------------------------------------------------------------------------
