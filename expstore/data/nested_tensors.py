@@ -15,7 +15,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch.utils.dlpack import from_dlpack
 
-from expstore.core.values import IntArray, Key, key_name
+from expstore.core.values import Array, IntArray, Key, key_name
 from expstore.errors import SchemaError
 from expstore.schema.arrow_types import Ragged, ragged_of
 from expstore.schema.schema import DTYPES, OBJECT
@@ -23,15 +23,19 @@ from expstore.schema.variable_tensors import join, part, shape_of
 
 #: Dtypes of tensors by name.
 _DTYPES = {name: getattr(torch, name) for name in DTYPES if name != OBJECT}
-#: Names by dtype.
-NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+#: Names by dtype of tensors and of arrays; of bfloat16 NumPy only has the bits.
+NAMES: dict[Any, str] = {dtype: name for name, dtype in _DTYPES.items()} | {
+    DTYPES[name]: name for name in _DTYPES if name != "bfloat16"
+}
 _NO_DIMS = torch.Size([])
 
 # -- tensors to columns -------------------------------------------------------------------------------
 
 
-def from_tensors(key: Key, rows: Sequence[torch.Tensor], *, jagged: bool = False) -> tuple[Ragged, pa.Array]:
-    """Convert tensors, one per row, to a column; return its type and the column.
+def from_tensors(
+    key: Key, rows: Sequence[torch.Tensor] | Sequence[Array], *, jagged: bool = False
+) -> tuple[Ragged, pa.Array]:
+    """Convert tensors, or arrays, one per row, to a column; return its type and the column.
 
     Args:
         key: Key of the field, for messages.
@@ -84,7 +88,7 @@ def _from_packed(key: Key, nested: Any) -> tuple[Ragged, pa.Array]:
     return _column(name_of(key, nested.dtype), shape_of(shapes, jagged=True), [values], shapes)
 
 
-def name_of(key: Key, dtype: torch.dtype) -> str:
+def name_of(key: Key, dtype: Any) -> str:
     """Return the name of a dtype; raise SchemaError if it cannot be stored."""
     try:
         return NAMES[dtype]
@@ -93,12 +97,28 @@ def name_of(key: Key, dtype: torch.dtype) -> str:
 
 
 def _column(
-    dtype: str, shape: tuple[int | None, ...], rows: Sequence[torch.Tensor], shapes: IntArray
+    dtype: str, shape: tuple[int | None, ...], rows: Sequence[Any], shapes: IntArray
 ) -> tuple[Ragged, pa.Array]:
-    # A copy, so that later changes by the user do not reach the store.
-    flat = torch.cat([row.detach().cpu().reshape(-1) for row in rows])
     found = Ragged(dtype, shape)
-    return found, join(found, (flat.view(torch.uint16) if dtype == "bfloat16" else flat).numpy(), shapes)
+    return found, join(found, _copy_values(rows), shapes)
+
+
+def _copy_values(rows: Sequence[Any]) -> Array:
+    """Return the values of tensors, or arrays; of bfloat16 the bits.
+
+    It is a copy, so that later changes by the user do not reach the store. NumPy makes it: `torch.cat` may
+    wait for threads that other work keeps busy.
+    """
+    if rows[0].ndim != 1:
+        rows = [row.reshape(-1) for row in rows]
+    if isinstance(rows[0], np.ndarray):
+        return np.concatenate(rows)
+    try:
+        return np.concatenate([row.numpy() for row in rows])
+    except (RuntimeError, TypeError):  # with gradients, on another device, of bfloat16
+        flat = torch.cat([row.detach().cpu() for row in rows])
+        bits: Array = (flat.view(torch.uint16) if flat.dtype is torch.bfloat16 else flat).numpy()
+        return bits
 
 
 # -- columns to tensors -------------------------------------------------------------------------------
