@@ -13,13 +13,14 @@ import numpy as np
 import pyarrow as pa
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
+from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils.dlpack import from_dlpack
 
 from expstore.core.values import Array, IntArray, Key, key_name
 from expstore.errors import SchemaError
 from expstore.schema.arrow_types import Ragged, ragged_of
 from expstore.schema.schema import DTYPES, OBJECT
-from expstore.schema.variable_tensors import join, part, shape_of
+from expstore.schema.variable_tensors import join, part, shape_of, shapes_in
 
 #: Dtypes of tensors by name.
 _DTYPES = {name: getattr(torch, name) for name in DTYPES if name != OBJECT}
@@ -161,12 +162,11 @@ def to_tensor(column: pa.Array, found: Ragged) -> torch.Tensor:
         otherwise torch's strided nested tensor, which has the same `unbind()` and `to_padded_tensor()`.
     """
     flat, offsets = part(column, found)
-    values = _tensor_of(flat, found.dtype)
+    values = tensor_of(flat, found.dtype)
     if found.is_list:
         values = values.reshape(-1, *(size or 0 for size in found.shape[1:]))
         return make_jagged(values, offsets)
-    sizes = column.field("shape").flatten().to_numpy().astype(np.int64).reshape(len(column), len(found.shape))
-    return make_strided(values, sizes, offsets[:-1].copy())
+    return make_strided(values, shapes_in(column, found), offsets[:-1].copy())
 
 
 def make_jagged(values: torch.Tensor, offsets: IntArray) -> torch.Tensor:
@@ -183,8 +183,14 @@ def make_jagged(values: torch.Tensor, offsets: IntArray) -> torch.Tensor:
     if lengths.size:
         known = {"min_seqlen": int(lengths.min()), "max_seqlen": int(lengths.max())}
     starts = torch.from_numpy(offsets).to(values.device)
-    found: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, starts, **known)
-    return found
+    if values.requires_grad:
+        found: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, starts, **known)
+        return found
+    # What that function returns, but no view for autograd, which takes most of its time. torch keeps a length
+    # as the size of a tensor.
+    return NestedTensor(
+        values, starts, _metadata_cache={name: torch.zeros(size, 0) for name, size in known.items()}
+    )
 
 
 def make_strided(values: torch.Tensor, sizes: IntArray, starts: IntArray) -> torch.Tensor:
@@ -199,7 +205,7 @@ def make_strided(values: torch.Tensor, sizes: IntArray, starts: IntArray) -> tor
     return view
 
 
-def _tensor_of(flat: pa.Array, dtype: str) -> torch.Tensor:
+def tensor_of(flat: pa.Array, dtype: str) -> torch.Tensor:
     """Convert flat values to a tensor, over the same memory unless they are bits."""
     if dtype == "bool":
         return torch.from_numpy(flat.to_numpy(zero_copy_only=False).copy())
@@ -210,11 +216,13 @@ def _tensor_of(flat: pa.Array, dtype: str) -> torch.Tensor:
 def stack_values(values: Sequence[Any]) -> NonTensorStack | NonTensorData:
     """Return values, one per row, as an entry of a TensorDict of one batch dim.
 
-    The result equals `NonTensorStack(*values)`, which would check each value and take seven times as long.
+    The result equals `NonTensorStack(*values)`, which would check each value and take ten times as long.
     """
     if not values:
         return NonTensorData(None, batch_size=torch.Size([0]))
-    stack: NonTensorStack = NonTensorStack._new_lazy_unsafe(*map(_wrap, values), stack_dim=0)
+    entries = list(map(_wrap, values))
+    stack: NonTensorStack = NonTensorStack._new_lazy_unsafe(entries[0], stack_dim=0)
+    stack.tensordicts, stack._batch_size = entries, torch.Size([len(entries)])
     return stack
 
 
