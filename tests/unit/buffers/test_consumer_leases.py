@@ -53,6 +53,11 @@ def ids_of(batch: Any) -> list[int]:
     return [int(id) for id in batch["id"].reshape(-1)]
 
 
+def numbers_of(batch: Any) -> list[int]:
+    found: list[int] = batch["observation"].reshape(-1).long().tolist()
+    return found
+
+
 def drain(consumer: Any, most: int = 1000) -> list[int]:
     """Draw until no row is left, or so many batches; return the ids of all batches."""
     found: list[int] = []
@@ -587,3 +592,22 @@ def test_draws_that_lease_are_found_without_reading_all_segments(
         read.clear()
         list(reader.read_leased(24))
         assert len(read) == 1
+
+
+@pytest.mark.parametrize("segment", [400, 1 << 20])
+def test_consumed_rows_of_a_version_are_not_drawn_again(
+    segment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draw_log, "SEGMENT_BYTES", segment)
+    with expstore.open(tmp_path / "run.exp", batch_size=5, seed=1) as rb:
+        rb.extend(rows(40))
+        learner = rb.consumer("learner", sampler="consuming")
+        consumed = [number for _ in range(3) for number in numbers_of(learner.sample())]
+        rb.snapshots.create(tmp_path / "versions")
+        for _ in range(2):
+            rb.snapshots.restore(tmp_path / "versions")
+            consumed += numbers_of(learner.sample())
+        learner.close()
+        with rb.consumer("learner", sampler="consuming", at="end") as learner:
+            consumed += [number for batch in learner for number in numbers_of(batch)]
+        assert sorted(consumed) == list(range(40))
