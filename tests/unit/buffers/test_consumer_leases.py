@@ -6,6 +6,7 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from expstore.core import tuning
 from expstore.core.values import Selection
 from expstore.disk.files import Disk, File
 from expstore.errors import NotReadyError, RowsChangedError, StorageError
+from expstore.storages.engine.delete import Deletion
 from expstore.storages.format import draw_log
 from expstore.storages.format.draw_log import NO_PROGRESS, DrawLog, Use
 from tests.support.forks import in_child
@@ -611,3 +613,49 @@ def test_consumed_rows_of_a_version_are_not_drawn_again(
         with rb.consumer("learner", sampler="consuming", at="end") as learner:
             consumed += [number for batch in learner for number in numbers_of(batch)]
         assert sorted(consumed) == list(range(40))
+
+
+def test_rows_that_a_policy_deletes_before_the_draw_is_recorded_are_not_returned(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "run.exp", batch_size=12, seed=1) as rb:
+        for start in range(0, 40, 10):
+            rb.extend(rows(10, start))
+        with rb.consumer("learner", sampler="consuming") as learner:
+            record, drawn = learner._sampler.hand_out, []
+
+            def delete_first(storage: Any, selection: Selection) -> None:
+                drawn.append(selection.ids)
+                if len(drawn) == 1:
+                    rb.retention.set(Retain(where="observation >= 20"))
+                    rb.retention.apply()
+                record(storage, selection)
+
+            learner._sampler.hand_out = delete_first
+            batch = learner.sample()
+            assert (drawn[0] <= 20).any()
+            assert min(numbers_of(batch)) >= 20
+            learner.seek("committed")
+            assert sorted(numbers_of(batch) + numbers_of(learner.draw(1))) == list(range(20, 40))
+
+
+def test_no_draw_leases_rows_while_a_policy_deletes_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    def look() -> None:
+        with closing(Disk().open(tmp_path / "run.exp" / "LEASES")) as file:
+            alone = file.try_lock()
+        with closing(Disk().open(tmp_path / "run.exp" / "LEASES")) as file:
+            seen.append((alone, file.try_lock(shared=True)))
+
+    append, delete = DrawLog.append, Deletion.delete
+    monkeypatch.setattr(DrawLog, "append", lambda *args, **options: (look(), append(*args, **options)))
+    monkeypatch.setattr(Deletion, "delete", lambda *args: (look(), delete(*args))[1])
+    with fill(tmp_path / "run.exp", 0) as rb:
+        for start in range(0, 40, 10):
+            rb.extend(rows(10, start))
+        with rb.consumer("learner", sampler="consuming") as learner:
+            learner.sample()
+        rb.retention.set(Retain(where="observation < 0"))
+        assert rb.retention.apply().rows
+    assert seen == [(False, True), (False, False)]
