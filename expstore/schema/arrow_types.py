@@ -183,7 +183,6 @@ def _tell(kind: pa.DataType) -> Any:
     return _tell_leaf(kind)
 
 
-@lru_cache(maxsize=256)
 def _tell_leaf(kind: pa.DataType) -> str:
     import pyarrow as pa
 
