@@ -162,7 +162,7 @@ class _RolloutRows(RowSource):
         known = schema_of(rollout.settings(found)["schema"])
         assert known is not None
         self._fields = dict(zip(found, known.fields, strict=True))
-        extras, notes = _find_extras(layout, fields, self._kept_out(table))
+        extras, notes = _find_extras(layout, fields, self._find_used(table))
         check_keys(entry.key for entry in (*known.fields, *extras.values()))
         self.schema = Schema([*known.fields, *extras.values()])
         here = [entry for entry in layout.fields if entry.key in extras]
@@ -203,7 +203,7 @@ class _RolloutRows(RowSource):
         paths = self._sources.get("reward", [])
         return len(paths) > 1 or any(_is_list(_type_at(table, path)) for path in paths)
 
-    def _kept_out(self, table: Any) -> set[str]:
+    def _find_used(self, table: Any) -> set[str]:
         """Return the columns that become no fields of their own, because a part has their values."""
         sums = self._sums(table)
         return {top for name in self._sources for top in self._top(name) if not (sums and name == "reward")}
@@ -347,14 +347,14 @@ def _match(
 
 
 def _find_extras(
-    layout: Layout, fields: Mapping[Key, Key], kept_out: set[str]
+    layout: Layout, fields: Mapping[Key, Key], used: set[str]
 ) -> tuple[dict[Key, Field], list[str]]:
     """Return the fields of the columns that are no parts, by their keys in the file, and notes."""
     notes = [f"{name!r} is left out: rows of a store have their own" for name in layout.own]
     found: dict[Key, Field] = {}
     for entry in layout.fields:
         key = entry.key
-        if len(key) == 1 and key[0] in kept_out:
+        if len(key) == 1 and key[0] in used:
             continue
         if len(key) == 1 and key[0] in _OF_BATCHES and key not in fields:
             notes.append(
@@ -364,7 +364,7 @@ def _find_extras(
             continue
         found[key] = dataclasses.replace(entry, key=fields.get(key) or split_name(key))
     about = {**layout.left_out, **layout.reasons}
-    notes += [f"{key_name(key)!r} {why}" for key, why in about.items() if key[0] not in kept_out]
+    notes += [f"{key_name(key)!r} {why}" for key, why in about.items() if key[0] not in used]
     return found, notes
 
 

@@ -255,7 +255,7 @@ def import_jsonl(
     Example:
         >>> from pathlib import Path
         >>> from expstore.exchange import import_jsonl
-        >>> lines = '{"obs": [0.5], "action": 1, "reward": 1, "done": true}\n'
+        >>> lines = '{"obs": [0.5], "action": 1, "reward": 1, "done": true}'
         >>> length = Path("log.jsonl").write_text(lines)
         >>> import_jsonl("log.jsonl", "log.exp").rows
         1

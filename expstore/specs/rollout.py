@@ -55,7 +55,7 @@ class Rollout:
         >>> rollout = Rollout(prompt_tokens=None, loss_mask=None, group="question")
         >>> with expstore.open("rollouts.exp", batch_size=8, **rollout.settings()) as rb:
         ...     rb.storage.schema.keys[-3:]
-        (('group',), ('next', 'reward'), ('next', 'done'))
+        (('question',), ('next', 'reward'), ('next', 'done'))
     """
 
     prompt: FieldKey | None = "prompt"

@@ -71,7 +71,7 @@ def test_types_follow_from_all_lines(tmp_path: Path, lines: int, monkeypatch: py
     } <= set(notes)
 
 
-def test_a_member_that_is_left_out_may_hold_anything(tmp_path: Path) -> None:
+def test_a_member_that_is_left_out_may_have_any_type(tmp_path: Path) -> None:
     rows = [{"x": 1, "y": 1}, {"x": 2, "y": "two"}, {"x": 3, "y": [[{}], 1]}]
     done, stored = load(tmp_path, rows, names={"y": "", "x": "z"})
     assert stored == [{"z": 1}, {"z": 2}, {"z": 3}]
