@@ -111,6 +111,7 @@ def test_marks_and_blank_lines_are_skipped(tmp_path: Path) -> None:
     assert import_jsonl(path, tmp_path / "in.exp").rows == 2
 
 
+@pytest.mark.guarantee("exchange/imports")
 def test_wrong_files_name_the_line_and_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_files, "LONGEST_LINE", 1 << 20)
     good, target = '{"x": 1, "y": {"z": 1}}\n', tmp_path / "out.exp"

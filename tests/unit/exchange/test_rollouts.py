@@ -82,6 +82,7 @@ def test_every_part_is_read_and_the_store_opens_with_the_preset(tmp_path: Path) 
     assert stored(tmp_path / "again.exp") == stored(done.path)
 
 
+@pytest.mark.guarantee("exchange/imports")
 def test_trl(tmp_path: Path) -> None:
     """Of rollout functions: tokens and a reward for each function."""
     rows = [
@@ -156,6 +157,7 @@ VERL = [
 ]
 
 
+@pytest.mark.guarantee("exchange/imports")
 def test_verl_batches_lose_their_padding(tmp_path: Path) -> None:
     done, found = load(tmp_path, VERL)
     padded = ("attention_mask", "token_level_scores")
@@ -183,6 +185,7 @@ def test_verl_padding_stays_without_the_mask(tmp_path: Path) -> None:
     assert not any("padding" in note for note in done.notes)
 
 
+@pytest.mark.guarantee("exchange/imports")
 def test_verl_generations(tmp_path: Path) -> None:
     """A folder with a file for each step, whose members are those of rewards, too."""
     folder = tmp_path / "rollouts"
@@ -198,6 +201,7 @@ def test_verl_generations(tmp_path: Path) -> None:
     assert done.roles["plain fields"][:2] == ("prompt (input)", "response (output)")
 
 
+@pytest.mark.guarantee("exchange/imports")
 def test_verifiers_and_prime_rl(tmp_path: Path) -> None:
     row = {
         "example_id": 3,
@@ -255,6 +259,7 @@ def test_a_map_leads_to_parts_fields_and_into_objects(tmp_path: Path) -> None:
     assert done.roles["reward"] == ("next.score (info.score)",)
 
 
+@pytest.mark.guarantee("exchange/imports")
 def test_wrong_rollouts_name_the_row_and_leave_nothing(tmp_path: Path) -> None:
     target = tmp_path / "out.exp"
 
