@@ -23,14 +23,19 @@ from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
 from expstore.episodes.segmentation import TERMINATED
 from expstore.errors import SchemaError
-from expstore.exchange.base import Imported, Progress, Tell, ignore_notes, no_progress
+from expstore.exchange.base import DiskFile, Imported, Progress, Tell, ignore_notes, no_progress
 from expstore.exchange.fill import Facts, NumberedRows, RowSource, Target, fill_store
 from expstore.exchange.foreign_rows import check_keys, split_name
 from expstore.exchange.formats import format_of
 from expstore.exchange.table_files import ArrowPart, ParquetPart, Part, reading_arrow
 from expstore.exchange.table_import import arrow_file, find_layout, json_parts, parquet_files, rows_at_once
 from expstore.exchange.table_layout import Layout, Table
-from expstore.exchange.tables import VALUES, file_type, from_file, plain_array
+from expstore.exchange.tables import (
+    VALUES,
+    file_type,
+    from_file,
+    plain_array,
+)
 from expstore.schema.field_parser import schema_of
 from expstore.schema.schema import Field, Schema
 from expstore.specs.rollout import Rollout
@@ -162,7 +167,7 @@ class _RolloutRows(RowSource):
         known = schema_of(rollout.settings(found)["schema"])
         assert known is not None
         self._fields = dict(zip(found, known.fields, strict=True))
-        extras, notes = _find_extras(layout, fields, self._find_used(table))
+        extras, extra_notes = _find_extras(layout, fields, self._find_used(table))
         check_keys(entry.key for entry in (*known.fields, *extras.values()))
         self.schema = Schema([*known.fields, *extras.values()])
         here = [entry for entry in layout.fields if entry.key in extras]
@@ -174,12 +179,13 @@ class _RolloutRows(RowSource):
             and self._top("tokens")
         )
         missing = [name for name in keys if name not in found]
-        self.notes = [
+        notes = [
             *(note for part in parts for note in part.notes),
-            *notes,
+            *extra_notes,
             *([f"there is no {', '.join(missing)}, which become no fields"] if missing else []),
             *self._describe(),
         ]
+        self.notes = list(dict.fromkeys(notes))
         self.settings = {"done_keys": (keys["done"],)}
         if "reward" in found:
             self.settings["reward_key"] = keys["reward"]
@@ -189,6 +195,11 @@ class _RolloutRows(RowSource):
             for path in paths
             if path != self._fields[name].key
         } | {key_name(key): key_name(entry.key) for key, entry in extras.items() if entry.key != key}
+
+    @property
+    def part_fields(self) -> Sequence[Field]:
+        """The fields of the parts."""
+        return list(self._fields.values())
 
     def parsing(self) -> AbstractContextManager[None]:
         """Convert Arrow's errors to StorageError."""
@@ -436,3 +447,67 @@ def _build_row_error(row: int, theirs: str, what: str) -> SchemaError:
         hint=f"correct the row; --map {theirs}=its_{theirs.split('.')[-1]} keeps the column as it is, and "
         f"--map {theirs}= leaves it out",
     )
+
+
+class _BatchPart(Part):
+    """Rollouts in memory.
+
+    Args:
+        batch: The rollouts: the values of each column, for all rollouts.
+    """
+
+    def __init__(self, batch: Mapping[str, Any]) -> None:
+        self.path = Path("the batch")
+        columns = {name: one.tolist() if hasattr(one, "tolist") else one for name, one in batch.items()}
+        try:
+            self._batch = pa.RecordBatch.from_pydict(columns)
+        except (pa.ArrowException, TypeError, ValueError, OverflowError) as exc:
+            raise SchemaError(
+                f"the batch is no table: {exc}", hint="give each column one value, or list, for each rollout"
+            ) from exc
+        self.schema, self.rows = self._batch.schema, self._batch.num_rows
+
+    def _read_metadata(self, file: DiskFile) -> None:
+        """Do nothing: there is no file."""
+
+    def batches(self, rows: int, columns: list[str] | None = None) -> Iterator[Any]:
+        """Yield record batches, as `Part.batches`."""
+        batch = self._batch if columns is None else self._batch.select(columns)
+        for start in range(0, batch.num_rows, rows):
+            yield batch.slice(start, rows)
+
+
+def read_rollouts(
+    batch: Mapping[str, Any], *, names: Mapping[str, str] | None = None, rollout: Rollout | None = None
+) -> pa.Table:
+    """Return a trainer's batch of rollouts as a table for `rb.extend`.
+
+    Columns are found and converted as in `import_rollouts`. The table has the parts that the batch has, and
+    columns that `names` maps to other fields; all other columns are left out.
+
+    Args:
+        batch: The values of each column, for all rollouts: lists, NumPy arrays or tensors, such as what a
+            rollout function of TRL returns, or the tensors of a batch of verl.
+        names: Mapping from columns to parts or fields; see `import_rollouts`.
+        rollout: The fields; None: `Rollout()`.
+
+    Raises:
+        SchemaError: The columns do not have one value for each rollout; or as for `import_rollouts`.
+
+    Example:
+        >>> from expstore.exchange import read_rollouts
+        >>> batch = {"prompt_ids": [[5], [6, 7]], "completion_ids": [[1, 2], [3]], "rewards": [1.0, 0.0]}
+        >>> read_rollouts(batch).column_names
+        ['prompt_tokens', 'tokens', 'next.reward', 'next.done']
+    """
+    rows = _RolloutRows([_BatchPart(batch)], names or {}, rollout or Rollout())
+    wanted = {entry.key for entry in rows.part_fields} | {
+        tuple(ours.split(".")) for ours in (names or {}).values()
+    }
+    pieces = [piece.columns for piece in rows.pieces()]
+    found = {}
+    for place, entry in enumerate(rows.schema.fields):
+        if entry.key in wanted:
+            chunks = [pa.array(list(one) if np.ndim(one) > 1 else one) for one in (c[place] for c in pieces)]
+            found[key_name(entry.key)] = pa.chunked_array(chunks)
+    return pa.table(found)

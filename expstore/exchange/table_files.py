@@ -9,7 +9,7 @@ import io
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -283,7 +283,7 @@ class JsonPart(Part):
         self._bytes = 0
         self.kind: Any = pa.struct([])
         super().__init__(path)
-        self.use(self.kind)
+        self.schema = pa.schema(list(self.kind))
 
     def _read_metadata(self, file: DiskFile) -> None:
         self._bytes = file.seek(0, 2)
@@ -311,8 +311,25 @@ class JsonPart(Part):
             ) from exc
 
     def use(self, kind: Any) -> None:
-        """Set the type of the rows: that of this file, or the common one of several."""
-        self.kind, self.schema = kind, pa.schema(list(kind))
+        """Set the type of the rows: the common one of several files."""
+        self.kind = self._prune(kind, ())
+        self.schema = pa.schema(list(self.kind))
+
+    def _prune(self, kind: Any, path: tuple[str, ...]) -> Any:
+        """Return a type without members of objects that have no value in any row."""
+        if pa.types.is_list(kind):
+            inner = self._prune(kind.value_type, path)
+            return inner if pa.types.is_null(inner) else pa.list_(inner)
+        if not pa.types.is_struct(kind):
+            return kind
+        parts = {part.name: self._prune(part.type, (*path, part.name)) for part in kind}
+        empty = [name for name, one in parts.items() if path and pa.types.is_null(one)]
+        self._note(f"{'.'.join((*path, name))!r} has no value in any row, and is left out" for name in empty)
+        found = pa.struct([(name, one) for name, one in parts.items() if name not in empty])
+        return found if found.num_fields or not path else pa.null()
+
+    def _note(self, notes: Iterable[str]) -> None:
+        self.notes = list(dict.fromkeys([*self.notes, *notes]))
 
     def batches(self, rows: int, columns: list[str] | None = None) -> Iterator[Any]:
         """Yield record batches, as `Part.batches`."""
@@ -375,18 +392,19 @@ class JsonPart(Part):
             path: The names that lead to it.
         """
         is_text = kind is not None and pa.types.is_string(kind)
-        if len(path) == 1 and path[0] in self._left_out:
+        if (kind is not None and pa.types.is_null(kind)) or (len(path) == 1 and path[0] in self._left_out):
             return None
         if isinstance(value, dict) and not is_text:
             found = {}
             for name, one in value.items():
-                inner = None if kind is None else kind.field(name).type
-                found[name] = self._to_plain(one, inner, (*path, name))
+                place = -1 if kind is None else kind.get_field_index(name)
+                found[name] = self._to_plain(
+                    one, None if place < 0 else kind.field(place).type, (*path, name)
+                )
             return found or None if path else found
         objects = isinstance(value, list) and bool(value) and isinstance(value[0], dict)
         if objects or (is_text and isinstance(value, dict | list)):
-            note = f"{'.'.join(path)!r} has objects or lists, which are stored as JSON text"
-            self.notes = [*self.notes, *([] if note in self.notes else [note])]
+            self._note([f"{'.'.join(path)!r} has objects or lists, which are stored as JSON text"])
             return json.dumps(value, ensure_ascii=False)
         return value
 

@@ -591,7 +591,7 @@ def _plan(parts: Sequence[Part], given: Mapping[str, str], storage: Kind | None)
         layout.check_fixed(schema)
     elif schema.variable:
         storage = "arrow"
-    return _Plan(layout, schema, storage or "zarr", notes, foreign)
+    return _Plan(layout, schema, storage or "zarr", list(dict.fromkeys(notes)), foreign)
 
 
 def _read(parts: Sequence[Part], layout: Layout) -> Iterator[tuple[list[Any], dict[str, Array]]]:

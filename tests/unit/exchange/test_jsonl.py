@@ -78,6 +78,15 @@ def test_a_member_that_is_left_out_may_have_any_type(tmp_path: Path) -> None:
     assert "'y' is left out" in done.notes
 
 
+def test_members_without_any_value_are_left_out(tmp_path: Path) -> None:
+    rows = [{"x": 1, "calls": [], "info": {"error": None, "more": {"y": []}, "z": 2}}, {"x": 2, "info": None}]
+    done, stored = load(tmp_path, rows)
+    assert stored == [{"x": 1, "info": {"z": 2}}, {"x": 2, "info": None}]
+    left_out = {f"{name!r} has no value in any row, and is left out" for name in ("calls", "info.error")}
+    assert left_out | {"'info.more' has no value in any row, and is left out"} <= set(done.notes)
+    assert len(done.notes) == len(set(done.notes))
+
+
 def test_a_folder_is_read_in_the_order_of_its_numbers(tmp_path: Path) -> None:
     folder = tmp_path / "steps"
     folder.mkdir()

@@ -12,11 +12,12 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 import expstore
 from expstore.cli.app import run
 from expstore.errors import SchemaError, StorageError
-from expstore.exchange import Imported, export_parquet, import_parquet, import_rollouts
+from expstore.exchange import Imported, export_parquet, import_parquet, import_rollouts, read_rollouts
 from expstore.specs import Rollout
 from tests.support.refusals import check_refusals
 
@@ -335,3 +336,54 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert run(["import", str(source), store + "2", "--format", "rollouts", "--map", "ghost=tokens"]) == 2
     assert "there is no 'ghost' to map" in capsys.readouterr().err
     assert not (tmp_path / "a.exp2").exists()
+
+
+@pytest.mark.parametrize("convert", [list, np.array, torch.tensor])
+def test_batches_in_memory_are_appended(tmp_path: Path, convert: Any) -> None:
+    """The tensors of a batch of verl become the rows that its lines become."""
+    batch = {
+        name: [row[name] for row in VERL] if name == "uid" else convert([row[name] for row in VERL])
+        for name in VERL[0]
+    }
+    rollout = Rollout(prompt=None, response=None, policy_version=None)
+    with expstore.open(tmp_path / "a.exp", **rollout.settings()) as rb:
+        rb.extend(read_rollouts(batch, rollout=rollout))
+    _, lines = load(tmp_path, VERL)
+    unused = ("attention_mask", "token_level_scores")
+    assert stored(tmp_path / "a.exp") == [
+        {name: value for name, value in row.items() if name not in unused} for row in lines
+    ]
+
+
+def test_a_table_has_parts_and_what_is_named() -> None:
+    """What a rollout function of TRL returns."""
+    batch = {
+        "prompt_ids": [[5], [6, 7]],
+        "completion_ids": [[1, 2], [3]],
+        "rewards": [{"a": 1.0, "b": 0.5}, {"a": 0.0, "b": 0.25}],
+        "answers": [1, 2],
+        "more": [[1, 2], [3, 4]],
+    }
+    table = read_rollouts(batch, names={"more": "own.more"})
+    assert table.to_pylist() == [
+        {"prompt_tokens": [5], "tokens": [1, 2], "next.reward": 1.5, "next.done": True, "own.more": [1, 2]},
+        {"prompt_tokens": [6, 7], "tokens": [3], "next.reward": 0.25, "next.done": True, "own.more": [3, 4]},
+    ]
+    check_refusals(
+        [
+            (
+                lambda: read_rollouts({"tokens": [[1]], "reward": [1, 2]}),
+                SchemaError,
+                "the batch is no table",
+            ),
+            (lambda: read_rollouts({"tokens": [[1]], "reward": 5}), SchemaError, "the batch is no table"),
+            (lambda: read_rollouts({"tokens": [[1], "x"]}), SchemaError, "the batch is no table"),
+            (lambda: read_rollouts({"x": [1]}), SchemaError, "the batch has no part of a rollout, but x"),
+            (lambda: read_rollouts({"tokens": []}), SchemaError, "no column can be a field"),
+            (
+                lambda: read_rollouts({"tokens": [[1]], "logprobs": [[1, 2]]}),
+                SchemaError,
+                "row 1: 'logprobs' has 2",
+            ),
+        ]
+    )
