@@ -238,9 +238,9 @@ class Batches:
         rate_limiter: How many rows may be sampled for each row that is written: a `MinSize` or a
             `SampleToInsertRatio`. `sample`, `extend` and `add` wait until it permits them.
         ragged: How drawn batches have tensors that differ in their first dim, after the transforms. "jagged":
-            nested tensors of torch, or arrays of objects. "padded": dense tensors with zeros, and beside a
+            nested tensors of torch, or arrays of objects. "padded": dense tensors with zeros, and with a
             field `x` the entries `x_lengths` and `x_mask`. "packed": the values of all rows in one tensor,
-            and beside it `x_cu_seqlens` and `x_position_ids`; the batch size is then `[]`. Rows that are read
+            and with it `x_cu_seqlens` and `x_position_ids`; the batch size is then `[]`. Rows that are read
             by index stay jagged.
         batch_tokens: Largest number of tokens of a drawn batch. It has as many whole rows of the draw as fit,
             at least one; the next batches have the others. Only for samplers that lose no row by it:
