@@ -14,13 +14,13 @@ import numpy as np
 
 from expstore.core.arguments import check_whole
 from expstore.core.values import GROUP_ID, IntArray, Selection
-from expstore.errors import ArgumentError, NotReadyError, QueryError
+from expstore.errors import ArgumentError, NotReadyError
 from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import check_count
 from expstore.sql.sync import Catalog
 
 if TYPE_CHECKING:
-    from expstore.sql.groups import Group, Groups
+    from expstore.sql.groups import Condition, Group, Groups
     from expstore.storages.columns.sample_counts import ConsumerCounts, Sampled
     from expstore.storages.read_view import ReadView
 
@@ -51,6 +51,7 @@ class GroupSampler(Sampler):
 
     Raises:
         ArgumentError: A number is not a whole number in its range, or the order is unknown.
+        QueryError: `where` is not a condition on groups.
 
     Example:
         >>> rb = expstore.open("run.exp", episodes={"group": "prompt_id", "group_size": 8})
@@ -61,7 +62,7 @@ class GroupSampler(Sampler):
     counts_draws = True
     sizes_batches = True
     windowed = True
-    _transient = frozenset({"_own", "_ready", "_seen", "_generation", "_catalog", "_con"})
+    _transient = frozenset({"_own", "_ready", "_seen", "_generation", "_catalog", "_condition"})
     #: The counts of a consumer; None: those of the storage.
     _own: ConsumerCounts | None = None
 
@@ -84,16 +85,16 @@ class GroupSampler(Sampler):
             raise ArgumentError(f"max_lag must be at least 0, got {max_lag}")
         self.order, self.where = order, where
         self._begin()
-        if where is not None:
-            from expstore.sql.views import GROUPS
-
-            self._match(GROUPS.empty_table())
 
     def _begin(self) -> None:
         self._ready: list[int] = []  # complete groups that were not drawn, ascending
         self._seen, self._generation = 0, -1  # how far it has followed the changes of groups
         self._catalog: Catalog | None = None
-        self._con: Any = None
+        self._condition: Condition | None = None
+        if self.where is not None:
+            from expstore.sql.groups import Condition  # loads DuckDB
+
+            self._condition = Condition(self.where)
 
     def attach(self, storage: ReadView) -> None:
         """Attach the sampler to a storage, and make the storage count how often rows are drawn."""
@@ -210,8 +211,8 @@ class GroupSampler(Sampler):
         slots = storage.geometry.slot_of(np.array([group.oldest for group in complete], np.int64))
         drawn = counts.values[slots]
         new = [group.id for group, times in zip(complete, drawn.tolist(), strict=True) if not times]
-        if new and self.where is not None:
-            new = self._match(groups.table(new))
+        if new and self._condition is not None:
+            new = self._condition.match(groups.table(new))
         self._drop([group.id for group in changed])
         if len(new) > _MANY:
             self._ready = sorted([*self._ready, *new])
@@ -220,26 +221,6 @@ class GroupSampler(Sampler):
                 bisect.insort(self._ready, id)
         self._seen = len(groups.changed)
         return counts
-
-    def _match(self, table: Any) -> list[int]:
-        """Return the ids of the groups in a part of the relation `groups` that match `where`.
-
-        Raises:
-            QueryError: DuckDB cannot evaluate it.
-        """
-        import duckdb
-
-        from expstore.sql.index import CONFIG
-        from expstore.sql.views import select_rows
-
-        sql = select_rows("groups", "group_id", self.where, None, None)
-        if self._con is None:
-            self._con = duckdb.connect(config=CONFIG)
-        try:
-            found = self._con.register("groups", table).execute(sql).fetchall()
-        except duckdb.Error as exc:
-            raise QueryError(f"where={self.where!r} cannot be used: {exc}") from exc
-        return [row[0] for row in found]
 
     def _find_catalog(self, storage: ReadView) -> Catalog:
         if isinstance(catalog := storage.index.catalog, Catalog):

@@ -16,14 +16,16 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import duckdb
 import numpy as np
 import pyarrow as pa
 
 from expstore.core.id_set import NO_IDS
 from expstore.core.values import IntArray
 from expstore.episodes.annotations import GROUP, merge_info
-from expstore.errors import NotFoundError, StateError
-from expstore.sql.views import GROUPS, Relations, quote
+from expstore.errors import NotFoundError, QueryError, StateError
+from expstore.sql.index import CONFIG
+from expstore.sql.views import GROUPS, Relations, quote, select_rows
 
 if TYPE_CHECKING:
     from expstore.sql.sync import Catalog
@@ -272,12 +274,16 @@ class Groups:
 
     def rows_of(self, storage: ReadView, group: Group) -> IntArray | None:
         """Return the ids of the rows of a group, by episode and step; None: some cannot be read any more."""
-        with storage.runs.lock:
-            storage.runs.look()
-            found = [_rows_of(storage.runs, name) for name in group.members]
-        if any(ids.size < one.length for ids, one in zip(found, group.members.values(), strict=True)):
-            return None
-        return np.concatenate(found)
+        members, runs = np.array(list(group.members)), storage.runs
+        with runs.lock:
+            runs.look()
+            low, high = (np.searchsorted(runs.episode, members, side) for side in ("left", "right"))
+            numbers = np.concatenate([np.arange(*ends) for ends in zip(low, high, strict=True)])
+            first, stop = runs.first[numbers], runs.stop[numbers]
+            live = np.bincount(np.repeat(np.arange(members.size), high - low), stop - first, members.size)
+            if (live < [one.length for one in group.members.values()]).any():
+                return None
+            return runs.rows(numbers, first, stop - first)
 
     def table(self, ids: Iterable[int] | None = None) -> pa.Table:
         """Return the relation `groups`, or some rows of it."""
@@ -362,7 +368,32 @@ def _find_rows(runs: Runs, episodes: IntArray) -> tuple[IntArray, IntArray]:
     return first, live
 
 
-def _rows_of(runs: Runs, episode: int) -> IntArray:
-    numbers = np.arange(*(np.searchsorted(runs.episode, episode, side) for side in ("left", "right")))
-    first = runs.first[numbers]
-    return runs.rows(numbers, first, runs.stop[numbers] - first)
+class Condition:
+    """A condition on groups, which is evaluated apart from the store.
+
+    Args:
+        where: A boolean SQL expression over the columns of the relation `groups`.
+
+    Raises:
+        QueryError: It is not one, or names no such column.
+    """
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self._sql = select_rows("groups", "group_id", where, None, None)
+        self._con: duckdb.DuckDBPyConnection | None = None
+        self.match(GROUPS.empty_table())
+
+    def match(self, table: pa.Table) -> list[int]:
+        """Return the ids of the groups in a part of the relation that meet the condition.
+
+        Raises:
+            QueryError: DuckDB cannot evaluate it.
+        """
+        if self._con is None:
+            self._con = duckdb.connect(config=CONFIG)
+        try:
+            found = self._con.register("groups", table).execute(self._sql).fetchall()
+        except duckdb.Error as exc:
+            raise QueryError(f"where={self.where!r} cannot be used: {exc}") from exc
+        return [row[0] for row in found]

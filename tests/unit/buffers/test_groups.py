@@ -185,6 +185,7 @@ def test_a_discarded_group_says_why_and_is_never_drawn(tmp_path: Path) -> None:
             rb.sample()
         rb.extend(whole(31, 7))
         assert statuses(rb)[8] == ("complete", None, [8, 9, 10])
+        rb.flush()
         with opened(tmp_path / "a.exp", mode="r") as reader:
             assert statuses(reader) == statuses(rb)
             with pytest.raises(StateError):
