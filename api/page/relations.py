@@ -76,7 +76,7 @@ _OTHERS: tuple[tuple[str, str, _Columns], ...] = (
         ("consumer", "VARCHAR", "its name"),
         ("draw", "BIGINT", "number of the draw, from 0"),
         ("place", "BIGINT", "place in the batch, from 0"),
-        ("id", "BIGINT", "the row"),
+        ("id", "BIGINT", "the row; after a restore its present id"),
         ("weight", "DOUBLE", "`priority_weight`; NULL: the sampler has none"),
         ("time", "TIMESTAMP", "when it was drawn (UTC)"),
     )),

@@ -22,7 +22,7 @@ from expstore.buffers.arguments import resolve_part
 from expstore.buffers.batch_builder import BatchBuilder
 from expstore.buffers.draw_server import DrawClient, DrawServer, Question
 from expstore.buffers.prefetch import Made, Prefetcher, Request
-from expstore.buffers.recorded_draws import RecordedDraws, cut_lost_draws
+from expstore.buffers.recorded_draws import RecordedDraws, RowsGoneError, cut_lost_draws
 from expstore.buffers.sampling import Relabeling, Sampling
 from expstore.buffers.store_handle import StoreHandle, StorePart
 from expstore.buffers.torch_dataset import ConsumerDataset
@@ -271,15 +271,17 @@ class Consumer(StorePart):
         """Return the batch of a draw, which is recorded if it is new. If this fails, the draw comes again."""
         with self._building:
             sampler = self._sampler
-            self._state.number = sampler.number = number
-            try:
-                if not self._is_plain:
-                    self._prepare(number)
-                sampler.is_recorded = number < self._log.count
-                return self._sampling.next(request)
-            except BaseException:
-                sampler.rewind(self._store.storage)
-                raise
+            while True:
+                self._state.number = sampler.number = number
+                try:
+                    if not self._is_plain:
+                        self._prepare(number)
+                    sampler.is_recorded = number < self._log.count
+                    return self._sampling.next(request)
+                except BaseException as exc:
+                    sampler.rewind(self._store.storage)
+                    if not isinstance(exc, RowsGoneError):
+                        raise
 
     def _prepare(self, number: int) -> None:
         """Let a draw be recorded, and its rows be readable, before this rank builds its part."""

@@ -24,7 +24,7 @@ from expstore.episodes.fragments import all_ids
 from expstore.errors import ExpStoreError, StateError
 from expstore.storages.capabilities import GivenUp
 from expstore.storages.capabilities import Retention as Deletion
-from expstore.storages.format.draw_log import Leases, find_leases
+from expstore.storages.format.draw_log import Leases, find_leases, stop_leasing
 from expstore.storages.read_view import ReadView
 
 if TYPE_CHECKING:
@@ -135,7 +135,11 @@ class PolicyRunner:
             storage = self._storage
             if storage.schema is None or not policy:
                 return GivenUp()
-            return self.delete(self._leave_leased(self._find(policy), dry_run), dry_run=dry_run)
+            going = self._find(policy)
+            if dry_run or not going.size or storage.path is None:
+                return self.delete(self._leave_leased(going, dry_run), dry_run=dry_run)
+            with stop_leasing(storage.disk, storage.path):
+                return self.delete(self._leave_leased(going, dry_run))
 
     def delete(self, episodes: IntArray, *, dry_run: bool = False) -> GivenUp:
         """Delete the rows of ended episodes.

@@ -27,6 +27,10 @@ from expstore.storages.read_view import ReadView
 _STEPS = 1 << 41
 
 
+class RowsGoneError(Exception):
+    """Rows were deleted before their draw was recorded: other rows are to be drawn."""
+
+
 class RecordedDraws(Sampler):
     """Draw by another sampler, and record each draw; give recorded draws again.
 
@@ -169,8 +173,14 @@ class RecordedDraws(Sampler):
         self.is_recorded = False
         if not self.count_left(storage):
             raise self.build_no_rows_error(storage)
-        draw = self._draws.next(self._state)
-        self.hand_out(storage, self.select(storage, batch_size, self._draws.numbers(draw, 0)))
+        while True:
+            draw = self._draws.next(self._state)
+            try:
+                self.hand_out(storage, self.select(storage, batch_size, self._draws.numbers(draw, 0)))
+                return
+            except RowsGoneError:
+                self._sampler.rewind(storage)
+                self._state.number = self.number
 
     def _limit(self, storage: ReadView, chosen: Selection) -> Selection:
         """Let step transforms and new goals read no row that is appended from now on."""
@@ -209,6 +219,7 @@ class RecordedDraws(Sampler):
 
         Raises:
             RowsChangedError: A row of the recorded draw was changed while it was read.
+            RowsGoneError: A retention policy has deleted a row that the draw would lease.
             StorageError: The disk failed; the draw does not count.
         """
         if self.is_recorded:
@@ -216,6 +227,16 @@ class RecordedDraws(Sampler):
             if changed.any():
                 raise build_changed_error(f"draw {self.number}", selection.ids[changed])
             return
+        if Use.LEASED not in self._use:
+            self._record(storage, selection)
+            return
+        with self._log.leasing():
+            storage.follow()
+            if not storage.stored.holds(selection.ids).all():
+                raise RowsGoneError
+            self._record(storage, selection)
+
+    def _record(self, storage: ReadView, selection: Selection) -> None:
         state, former, stored = self._state, self._state.progress, storage.stored
         last = stored.last if selection.newest is None else selection.newest
         self._counted = -1  # an interruption may leave the rows counted or not

@@ -178,6 +178,10 @@ def _export_draws(store: Path, target: Path, consumer: str | None, *, as_json: b
     from expstore.errors import NotFoundError
     from expstore.storages.format.manifest import check_target
 
+    if target.suffix != ".parquet":
+        raise typer.BadParameter(
+            f"draws are exported to a Parquet file; name it {target.with_suffix('.parquet')}"
+        )
     disk = Disk()
     check_target(disk, target)
     which = "" if consumer is None else "WHERE consumer = '{}'".format(consumer.replace("'", "''"))

@@ -439,6 +439,22 @@ class File:
             raise _to_error("lock", self.path, exc) from exc
         return True
 
+    @contextlib.contextmanager
+    def locked(self, *, shared: bool = False) -> Iterator[None]:
+        """Wait for the advisory lock (flock) of this descriptor, and hold it.
+
+        Args:
+            shared: Whether others may also hold it shared, instead of one owner alone.
+        """
+        try:
+            fcntl.flock(self._descriptor(), fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+        except OSError as exc:
+            raise _to_error("lock", self.path, exc) from exc
+        try:
+            yield
+        finally:
+            fcntl.flock(self.fd, fcntl.LOCK_UN)
+
     def close(self) -> None:
         """Close the descriptor; a second call does nothing."""
         fd = vars(self).get("fd", -1)  # not `self.fd`, which would open a resting file

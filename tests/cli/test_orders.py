@@ -31,5 +31,7 @@ def test_draws_are_exported(cli: Cli, store: Path, tmp_path: Path) -> None:
     assert (done.code, """has no draws of a consumer "c'\"""" in done.err) == (2, True)
     for options in (("--draws", "--parquet"), ("--draws", "--fields", "a"), ("--parquet", "--consumer", "b")):
         assert cli("export", store, tmp_path / "x", *options).code == 2
+    done = cli("export", store, tmp_path / "x.csv", "--draws")
+    assert (done.code, "name it " in done.err, (tmp_path / "x.csv").exists()) == (2, True, False)
     assert {path.name for path in tmp_path.iterdir()} >= {"order.parquet", "all.parquet"}
     assert not (tmp_path / "x").exists()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import warm_processes
 from tests.support.paths import ROOT
 
 EXAMPLE = ROOT / "examples" / "preempted.py"
@@ -21,7 +22,7 @@ def run(folder: Path, *, kill_after: int | None = None) -> list[str]:
     """Run the example; kill it when it has printed so many lines. Return its lines."""
     command = [sys.executable, str(EXAMPLE), "--folder", str(folder), "--steps", str(STEPS)]
     lines = []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with warm_processes.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line.strip())

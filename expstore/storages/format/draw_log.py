@@ -29,7 +29,7 @@ from expstore.core.values import Array, IntArray, Mark, Selection
 from expstore.disk.files import Disk, File
 from expstore.disk.writer_lock import WriterLock, is_locked
 from expstore.errors import CorruptionError, LockedError, NotFoundError, StateError, StorageError
-from expstore.storages.format.paths import LOCK
+from expstore.storages.format.paths import LEASES, LOCK
 from expstore.storages.format.ranks import read_committed
 from expstore.storages.format.renumbering import Renumbering
 
@@ -199,6 +199,7 @@ class DrawLog:
         names = sorted(name for name in disk.names(folder) if name.isdigit())
         self._segments = [_Segment(folder / name, int(name)) for name in names]
         self._file: File | None = None
+        self._leases: File | None = None
         self._fresh = False  # whether the newest segment's name may not be on the disk yet
         #: Number of draws that were ever recorded, which is the number of the next one.
         self.count = 0
@@ -605,12 +606,21 @@ class DrawLog:
         """The smallest `changes` of all draws; a large number without draws."""
         return min((seen[0] for one in self._segments for seen in self._read_seen(one)), default=1 << 62)
 
+    def leasing(self) -> contextlib.AbstractContextManager[None]:
+        """Let no retention policy delete rows while a draw that leases its rows is recorded."""
+        if self._leases is None:
+            self._leases = self._disk.open(self._store / LEASES, create=True)
+        return self._leases.locked(shared=True)
+
     def close(self) -> None:
-        """Sync, and close the file."""
+        """Sync, and close the files."""
         try:
             self.sync()
         finally:
             self._close_file()
+            if self._leases is not None:
+                self._leases.close()
+                self._leases = None
 
     def _close_file(self) -> None:
         if self._file is not None:
@@ -709,6 +719,13 @@ class Leases:
     log: DrawLog
     ids: IntArray
     ended: Iterator[tuple[int, IntArray]]
+
+
+@contextlib.contextmanager
+def stop_leasing(disk: Disk, store: Path) -> Iterator[None]:
+    """Let no draw that leases its rows be recorded for a while."""
+    with contextlib.closing(disk.open(store / LEASES, create=True)) as file, file.locked():
+        yield
 
 
 def find_leases(disk: Disk, store: Path, rows: int) -> Iterator[Leases]:

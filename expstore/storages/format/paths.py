@@ -11,6 +11,8 @@ CHECKSUMS = "checksums"
 COLUMNS = "columns"
 INDEX = "index.duckdb"
 JOURNAL = "journal"
+#: Locked shared while a draw that leases its rows is recorded, and alone while a policy deletes rows.
+LEASES = "LEASES"
 LOCK = "LOCK"
 LOG = "episodes.log"
 REDO = "redo"

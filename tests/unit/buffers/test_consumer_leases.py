@@ -6,6 +6,7 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from expstore.core import tuning
 from expstore.core.values import Selection
 from expstore.disk.files import Disk, File
 from expstore.errors import NotReadyError, RowsChangedError, StorageError
+from expstore.storages.engine.delete import Deletion
 from expstore.storages.format import draw_log
 from expstore.storages.format.draw_log import NO_PROGRESS, DrawLog, Use
 from tests.support.forks import in_child
@@ -51,6 +53,11 @@ def fill(path: Path, count: int = 100, **options: Any) -> Any:
 
 def ids_of(batch: Any) -> list[int]:
     return [int(id) for id in batch["id"].reshape(-1)]
+
+
+def numbers_of(batch: Any) -> list[int]:
+    found: list[int] = batch["observation"].reshape(-1).long().tolist()
+    return found
 
 
 def drain(consumer: Any, most: int = 1000) -> list[int]:
@@ -587,3 +594,68 @@ def test_draws_that_lease_are_found_without_reading_all_segments(
         read.clear()
         list(reader.read_leased(24))
         assert len(read) == 1
+
+
+@pytest.mark.parametrize("segment", [400, 1 << 20])
+def test_consumed_rows_of_a_version_are_not_drawn_again(
+    segment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draw_log, "SEGMENT_BYTES", segment)
+    with expstore.open(tmp_path / "run.exp", batch_size=5, seed=1) as rb:
+        rb.extend(rows(40))
+        learner = rb.consumer("learner", sampler="consuming")
+        consumed = [number for _ in range(3) for number in numbers_of(learner.sample())]
+        rb.snapshots.create(tmp_path / "versions")
+        for _ in range(2):
+            rb.snapshots.restore(tmp_path / "versions")
+            consumed += numbers_of(learner.sample())
+        learner.close()
+        with rb.consumer("learner", sampler="consuming", at="end") as learner:
+            consumed += [number for batch in learner for number in numbers_of(batch)]
+        assert sorted(consumed) == list(range(40))
+
+
+def test_rows_that_a_policy_deletes_before_the_draw_is_recorded_are_not_returned(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "run.exp", batch_size=12, seed=1) as rb:
+        for start in range(0, 40, 10):
+            rb.extend(rows(10, start))
+        with rb.consumer("learner", sampler="consuming") as learner:
+            record, drawn = learner._sampler.hand_out, []
+
+            def delete_first(storage: Any, selection: Selection) -> None:
+                drawn.append(selection.ids)
+                if len(drawn) == 1:
+                    rb.retention.set(Retain(where="observation >= 20"))
+                    rb.retention.apply()
+                record(storage, selection)
+
+            learner._sampler.hand_out = delete_first
+            batch = learner.sample()
+            assert (drawn[0] <= 20).any()
+            assert min(numbers_of(batch)) >= 20
+            learner.seek("committed")
+            assert sorted(numbers_of(batch) + numbers_of(learner.draw(1))) == list(range(20, 40))
+
+
+def test_no_draw_leases_rows_while_a_policy_deletes_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    def look() -> None:
+        with closing(Disk().open(tmp_path / "run.exp" / "LEASES")) as file:
+            alone = file.try_lock()
+        with closing(Disk().open(tmp_path / "run.exp" / "LEASES")) as file:
+            seen.append((alone, file.try_lock(shared=True)))
+
+    append, delete = DrawLog.append, Deletion.delete
+    monkeypatch.setattr(DrawLog, "append", lambda *args, **options: (look(), append(*args, **options)))
+    monkeypatch.setattr(Deletion, "delete", lambda *args: (look(), delete(*args))[1])
+    with fill(tmp_path / "run.exp", 0) as rb:
+        for start in range(0, 40, 10):
+            rb.extend(rows(10, start))
+        with rb.consumer("learner", sampler="consuming") as learner:
+            learner.sample()
+        rb.retention.set(Retain(where="observation < 0"))
+        assert rb.retention.apply().rows
+    assert seen == [(False, True), (False, False)]
