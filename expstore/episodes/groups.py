@@ -37,7 +37,7 @@ def add_groups(
     Raises:
         SchemaError: The fact that names the group is neither an integer nor text.
     """
-    first = [] if keys.group is None else [one.start for one in segments if one.flags & NEW]
+    first = [one.start for one in segments if one.flags & NEW]
     if keys.group is None or not first:
         return info
     facts = json.loads(info) if info else {}

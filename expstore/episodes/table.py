@@ -528,7 +528,7 @@ class EpisodeTable:
         if self.heirs:
             for segment in segments:
                 self._note_continued(segment.source, segment.episode, is_row=True)
-        info, groups = split_groups(info)
+        info, groups = split_groups(info) if info else ("", None)
         alone = merge_info("", info) if info else ""  # once: most of a batch's episodes have none yet
         for segment in segments:
             text = alone if groups is None or not segment.flags & NEW else next(groups)

@@ -192,7 +192,7 @@ class Groups:
         if changed is None or changed.size:
             facts = facts.sort_by("episode_id").select(_FACTS).cast(_KINDS)
             for values in zip(*(column.to_pylist() for column in facts.columns), strict=True):
-                if (group := self._put(*values, size)) is not None:
+                if (group := self._put(size, *values)) is not None:
                     touched[group.id] = group
         self._follow_rows(storage, list(touched.values()))
         for group in touched.values():
@@ -201,6 +201,7 @@ class Groups:
 
     def _put(
         self,
+        size: int | None,
         number: int,
         text: str | None,
         status: str,
@@ -208,7 +209,6 @@ class Groups:
         ret: float | None,
         start: int,
         end: int | None,
-        size: int | None,
     ) -> Group | None:
         """Add an episode to its group, or update it there."""
         facts = json.loads(text).get(GROUP) if text and GROUP in text else None

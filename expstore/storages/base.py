@@ -645,7 +645,8 @@ def append_rows(
     assignment = table.assign(
         steps, source=source, observations=observations, low=window.low, first_id=first, time=time
     )
-    info = add_groups(info, storage.keys, storage.require_schema(), columns, assignment.segments)
+    if storage.keys.group is not None:
+        info = add_groups(info, storage.keys, storage.require_schema(), columns, assignment.segments)
     rows = Rows(first, steps.count, columns, assignment, time, info, key)
     storage.write(rows)
     capacity = storage.geometry.capacity

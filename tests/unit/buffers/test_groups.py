@@ -57,7 +57,8 @@ def whole(
 
 
 def opened(path: Path, **options: Any) -> Any:
-    return expstore.open(path, **{"episodes": KEYS, "batches": NUMPY, "seed": 1} | options)
+    given: dict[str, Any] = {"episodes": KEYS, "batches": NUMPY, "seed": 1}
+    return expstore.open(path, **given | options)
 
 
 def statuses(rb: Any) -> dict[int, tuple[str, str | None, list[int]]]:
@@ -344,7 +345,7 @@ def fill(rb: Any, first: int, count: int, **options: Any) -> None:
 
 def check_batch(batch: Any) -> list[int]:
     """Check that a batch has whole groups, each in one piece, by member and step; return their keys."""
-    keys = batch["prompt"][np.flatnonzero(np.diff(batch["group_id"], prepend=0))].tolist()
+    keys: list[int] = batch["prompt"][np.flatnonzero(np.diff(batch["group_id"], prepend=0))].tolist()
     for key in keys:
         rows = batch["prompt"] == key
         assert rows.sum() == sum(2 + (key + n) % 3 for n in range(SIZE))
