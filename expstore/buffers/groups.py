@@ -97,7 +97,8 @@ class Groups:
             StorageError: The disk failed; nothing has changed.
 
         Example:
-            >>> rb.groups.discard(3, reason="the verifier failed")
+            >>> for group_id in rb.groups("std_return = 0").arrow()["group_id"].to_pylist():
+            ...     rb.groups.discard(group_id, reason="no signal")
         """
         if not isinstance(reason, str) or not reason:
             raise ArgumentError(

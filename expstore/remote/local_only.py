@@ -48,9 +48,7 @@ INSTEAD: Mapping[str, str] = {
     "submit_update_if_present": _MANAGE,
     "empty": _MANAGE,
     "episodes.delete": _MANAGE,
-    "groups": "use sql(): FROM groups",
-    "groups.close": _MANAGE,
-    "groups.discard": _MANAGE,
+    "groups": "use sql(): FROM groups; close and discard groups on the store's machine",
     "columns.add": _MANAGE,
     "columns.drop": _MANAGE,
     "retention.policy": _MANAGE,
@@ -114,14 +112,6 @@ class _Retention:
     apply = _refuse("retention.apply")
 
 
-class _Groups:
-    """`rb.groups` of a served store: not available."""
-
-    __call__ = _refuse("groups", "__call__")
-    close = _refuse("groups.close")
-    discard = _refuse("groups.discard")
-
-
 class LocalEpisodes:
     """The methods of `rb.episodes` that a served store does not have."""
 
@@ -166,7 +156,7 @@ class LocalOnly:
     submit_update_if_present = _refuse("submit_update_if_present")
     empty = _refuse("empty")
     columns = _Columns()
-    groups = _Groups()
+    groups = _refuse_reading("groups")
     retention = _Retention()
     specs = _refuse_reading("specs")
     set_specs = _refuse("set_specs")

@@ -496,7 +496,6 @@ def test_a_recorded_draw_whose_group_is_evicted_does_not_come_again_smaller(tmp_
             fill(rb, 2, 3)
             with pytest.raises(RowsChangedError):
                 consumer.seek(position)
-                consumer.sample()
 
 
 def test_the_groups_of_a_killed_writer_are_the_same(tmp_path: Path) -> None:
