@@ -29,7 +29,7 @@ from tensordict import (
 from expstore.core.casts import find_lost
 from expstore.core.values import Array, Key
 from expstore.data.batch import Batch, Builder, Layout, flatten, gather
-from expstore.data.leaves import as_tensor, check_unmasked, to_objects
+from expstore.data.leaves import as_tensor, check_unmasked, leaves_of_plain, to_objects
 from expstore.data.nested_tensors import to_values
 from expstore.data.to_arrays import to_arrays
 from expstore.errors import ArgumentError, NoRowError, SchemaError, StackError
@@ -63,6 +63,10 @@ def take(data: Any, layout: Layout, *, single: bool = False, skip: frozenset[str
     if isinstance(data, list) and not single:
         if not data:
             return Batch([DATA], ["float32"], [np.zeros(0, np.float32)], 0)
+        if layout.typed and (layout.ndim, layout.dim) == (1, 0):
+            plain = leaves_of_plain(data, skip)
+            if plain is not None:
+                return gather(*plain, layout, single=False)
         try:
             data = stack(data, typed=layout.typed)
         except (RuntimeError, KeyError, IndexError, ValueError) as exc:

@@ -19,6 +19,7 @@ from tensordict import (
     LazyStackedTensorDict,
     NonTensorData,
     NonTensorStack,
+    TensorDict,
     TensorDictBase,
     is_non_tensor,
     is_tensorclass,
@@ -30,12 +31,10 @@ from expstore.errors import SchemaError
 from expstore.schema.arrow_types import Ragged, ragged_text, type_text
 from expstore.schema.arrow_values import column_of
 from expstore.schema.casting import fit_arrow
-from expstore.schema.schema import DTYPES, OBJECT, Field, arrow_dtype
+from expstore.schema.schema import OBJECT, Field, arrow_dtype
 
 #: Dtype of a column whose values do not determine a type: nothing but None, or empty lists.
 UNKNOWN = arrow_dtype("")
-#: Names of the dtypes of arrays; `dtype.name` would take microseconds. Of bfloat16 NumPy only has the bits.
-ARRAY_NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "bfloat16"}
 
 # -- leaves ---------------------------------------------------------------------------------------------
 
@@ -76,6 +75,53 @@ def leaves_of_rows(
     return keys, [
         [entry if isinstance(entry, torch.Tensor) else value_of(entry) for entry in leaf] for leaf in leaves
     ]
+
+
+def leaves_of_plain(
+    rows: Sequence[Any], skip: frozenset[str] = frozenset()
+) -> tuple[list[Key], list[Any]] | None:
+    """Return the keys and leaves of single rows as `leaves_of_rows` does, in a fraction of its time.
+
+    The result is None if a row is not a TensorDict without batch dims, rows have different names, or a field
+    has values of several kinds.
+
+    Args:
+        rows: At least one row.
+        skip: Root keys to skip.
+    """
+    keys: list[Key] = []
+    leaves: list[Any] = []
+    return (keys, leaves) if _collect(rows, (), skip, keys, leaves) and keys else None
+
+
+def _collect(
+    rows: Sequence[Any], path: Key, skip: frozenset[str], keys: list[Key], leaves: list[list[Any]]
+) -> bool:
+    """Append the key of each leaf, and the list of its values; return False if rows are not plain."""
+    if set(map(type, rows)) != {TensorDict} or any(row._batch_size for row in rows):
+        return False
+    tables = [row._tensordict for row in rows]
+    names = tables[0].keys()
+    if any(table.keys() != names for table in tables):
+        return False
+    for name in names:
+        if not path and name in skip:
+            continue
+        values = [table[name] for table in tables]
+        kinds = set(map(type, values))
+        if kinds == {TensorDict}:
+            if not _collect(values, (*path, name), skip, keys, leaves):
+                return False
+            continue
+        if kinds == {NonTensorData}:
+            values = list(map(value_of, values))
+        elif kinds != {torch.Tensor} or (
+            {(value.dtype, value.is_nested) for value in values} != {(values[0].dtype, False)}
+        ):
+            return False
+        keys.append((*path, name))
+        leaves.append(values)
+    return True
 
 
 def _walk(
@@ -165,8 +211,9 @@ def _values_of(entry: Any, shape: Sequence[int]) -> list[Any]:
 def check_unmasked(key: Key, value: Any) -> None:
     """Raise SchemaError if elements of a NumPy array, or of arrays in nested lists, are masked."""
     if isinstance(value, list | tuple):
-        for item in value:
-            check_unmasked(key, item)
+        if any(issubclass(kind, (list, tuple, np.ma.MaskedArray)) for kind in set(map(type, value))):
+            for item in value:
+                check_unmasked(key, item)
     elif isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
         where = f"field {key_name(key)!r}" if key else "the data"
         raise SchemaError(
@@ -240,7 +287,7 @@ def _to_array(key: Key, leaf: Any) -> tuple[Array, str]:
         SchemaError: A tensor is sparse, or has a dtype that cannot be stored.
     """
     if isinstance(leaf, np.ndarray):
-        return leaf, ARRAY_NAMES[leaf.dtype]
+        return leaf, NAMES[leaf.dtype]
     if not isinstance(leaf, torch.Tensor):
         return _non_tensor(leaf, tuple(leaf.batch_size)), OBJECT
     dtype = name_of(key, leaf.dtype)
@@ -299,9 +346,14 @@ def column_of_rows(key: Key, leaf: Any, *, typed: bool) -> tuple[Any, str]:
         return _name_type(*from_nested(key, leaf))
     if typed:  # objects keep their masks
         check_unmasked(key, leaf)
-    tensors = [isinstance(value, torch.Tensor) for value in leaf]
-    if leaf and (all(tensors) or (typed and all(_is_tensor(value) for value in leaf))):
-        return _of_tensors(key, [as_tensor(value) for value in leaf])
+    kinds = set(map(type, leaf))
+    if leaf and (
+        all(issubclass(kind, torch.Tensor) for kind in kinds) or (typed and all(map(_is_tensor, leaf)))
+    ):
+        is_uniform = kinds == {torch.Tensor} or (
+            kinds == {np.ndarray} and {value.dtype for value in leaf} <= NAMES.keys()
+        )
+        return _of_tensors(key, leaf if is_uniform else list(map(as_tensor, leaf)))
     if not typed:
         return to_objects(leaf), OBJECT
     if any(map(_is_tensor, leaf)):
@@ -320,11 +372,11 @@ def _is_tensor(value: Any) -> bool:
     )
 
 
-def _of_tensors(key: Key, rows: list[torch.Tensor]) -> tuple[Any, str]:
+def _of_tensors(key: Key, rows: list[Any]) -> tuple[Any, str]:
     first = rows[0]
     if any(row.shape != first.shape or row.dtype != first.dtype for row in rows):
         return _name_type(*from_tensors(key, rows))
-    return _to_array(key, torch.stack(rows))
+    return _to_array(key, np.stack(rows) if isinstance(first, np.ndarray) else torch.stack(rows))
 
 
 def _name_type(found: Ragged, column: Any) -> tuple[Any, str]:

@@ -15,7 +15,8 @@ from tensordict import is_non_tensor
 from expstore.core.casts import find_rounded
 from expstore.core.values import Array, Key, key_name
 from expstore.data.batch import Batch, Layout, gather
-from expstore.data.leaves import ARRAY_NAMES, check_unmasked, value_of
+from expstore.data.leaves import check_unmasked, value_of
+from expstore.data.nested_tensors import NAMES
 from expstore.errors import SchemaError
 from expstore.schema.schema import DTYPES, Schema
 
@@ -132,7 +133,7 @@ def _read(key: Key, leaf: Any, single: bool, schema: Schema | None) -> Any:
 
 def _are_alike(values: Sequence[Any]) -> bool:
     """Return whether values are NumPy numbers or arrays of one dtype and shape."""
-    if not all(isinstance(value, (np.ndarray, np.generic)) for value in values):
+    if not all(issubclass(kind, (np.ndarray, np.generic)) for kind in set(map(type, values))):
         return False
     kinds = {(value.dtype, value.shape) for value in values}
     return len(kinds) == 1 and values[0].dtype.kind in "biufc"
@@ -217,9 +218,12 @@ def _check_rounded(key: Key, leaf: Any, array: Array, dtype: str) -> None:
 
 def _is_plain(leaf: Any, kinds: type | tuple[type, ...] = (bool, int, float)) -> bool:
     """Return whether a number, or each number in nested lists, is a Python number of these kinds."""
-    if isinstance(leaf, (list, tuple)):
+    if not isinstance(leaf, (list, tuple)):
+        return isinstance(leaf, kinds) and not isinstance(leaf, np.generic)
+    found = set(map(type, leaf))
+    if any(issubclass(kind, (list, tuple)) for kind in found):
         return all(_is_plain(part, kinds) for part in leaf)
-    return isinstance(leaf, kinds) and not isinstance(leaf, np.generic)
+    return all(issubclass(kind, kinds) and not issubclass(kind, np.generic) for kind in found)
 
 
 def _to_native_order(key: Key, array: Array) -> Array:
@@ -229,6 +233,6 @@ def _to_native_order(key: Key, array: Array) -> Array:
         SchemaError: The dtype is not supported.
     """
     native = array.dtype.newbyteorder("=")
-    if native not in ARRAY_NAMES:
+    if native not in NAMES:
         raise SchemaError(f"field {key_name(key)!r} has dtype {array.dtype}, which cannot be stored")
     return array.astype(native, copy=False)

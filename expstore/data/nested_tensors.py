@@ -13,25 +13,30 @@ import numpy as np
 import pyarrow as pa
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
+from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils.dlpack import from_dlpack
 
-from expstore.core.values import IntArray, Key, key_name
+from expstore.core.values import Array, IntArray, Key, key_name
 from expstore.errors import SchemaError
 from expstore.schema.arrow_types import Ragged, ragged_of
 from expstore.schema.schema import DTYPES, OBJECT
-from expstore.schema.variable_tensors import join, part, shape_of
+from expstore.schema.variable_tensors import join, part, shape_of, shapes_in
 
 #: Dtypes of tensors by name.
 _DTYPES = {name: getattr(torch, name) for name in DTYPES if name != OBJECT}
-#: Names by dtype.
-NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+#: Names by dtype of tensors and of arrays; of bfloat16 NumPy only has the bits.
+NAMES: dict[Any, str] = {dtype: name for name, dtype in _DTYPES.items()} | {
+    DTYPES[name]: name for name in _DTYPES if name != "bfloat16"
+}
 _NO_DIMS = torch.Size([])
 
 # -- tensors to columns -------------------------------------------------------------------------------
 
 
-def from_tensors(key: Key, rows: Sequence[torch.Tensor], *, jagged: bool = False) -> tuple[Ragged, pa.Array]:
-    """Convert tensors, one per row, to a column; return its type and the column.
+def from_tensors(
+    key: Key, rows: Sequence[torch.Tensor] | Sequence[Array], *, jagged: bool = False
+) -> tuple[Ragged, pa.Array]:
+    """Convert tensors, or arrays, one per row, to a column; return its type and the column.
 
     Args:
         key: Key of the field, for messages.
@@ -84,7 +89,7 @@ def _from_packed(key: Key, nested: Any) -> tuple[Ragged, pa.Array]:
     return _column(name_of(key, nested.dtype), shape_of(shapes, jagged=True), [values], shapes)
 
 
-def name_of(key: Key, dtype: torch.dtype) -> str:
+def name_of(key: Key, dtype: Any) -> str:
     """Return the name of a dtype; raise SchemaError if it cannot be stored."""
     try:
         return NAMES[dtype]
@@ -93,12 +98,28 @@ def name_of(key: Key, dtype: torch.dtype) -> str:
 
 
 def _column(
-    dtype: str, shape: tuple[int | None, ...], rows: Sequence[torch.Tensor], shapes: IntArray
+    dtype: str, shape: tuple[int | None, ...], rows: Sequence[Any], shapes: IntArray
 ) -> tuple[Ragged, pa.Array]:
-    # A copy, so that later changes by the user do not reach the store.
-    flat = torch.cat([row.detach().cpu().reshape(-1) for row in rows])
     found = Ragged(dtype, shape)
-    return found, join(found, (flat.view(torch.uint16) if dtype == "bfloat16" else flat).numpy(), shapes)
+    return found, join(found, _copy_values(rows), shapes)
+
+
+def _copy_values(rows: Sequence[Any]) -> Array:
+    """Return the values of tensors, or arrays; of bfloat16 the bits.
+
+    It is a copy, so that later changes by the user do not reach the store. NumPy makes it: `torch.cat` may
+    wait for threads that other work keeps busy.
+    """
+    if rows[0].ndim != 1:
+        rows = [row.reshape(-1) for row in rows]
+    if isinstance(rows[0], np.ndarray):
+        return np.concatenate(rows)
+    try:
+        return np.concatenate([row.numpy() for row in rows])
+    except (RuntimeError, TypeError):  # with gradients, on another device, of bfloat16
+        flat = torch.cat([row.detach().cpu() for row in rows])
+        bits: Array = (flat.view(torch.uint16) if flat.dtype is torch.bfloat16 else flat).numpy()
+        return bits
 
 
 # -- columns to tensors -------------------------------------------------------------------------------
@@ -141,12 +162,11 @@ def to_tensor(column: pa.Array, found: Ragged) -> torch.Tensor:
         otherwise torch's strided nested tensor, which has the same `unbind()` and `to_padded_tensor()`.
     """
     flat, offsets = part(column, found)
-    values = _tensor_of(flat, found.dtype)
+    values = tensor_of(flat, found.dtype)
     if found.is_list:
         values = values.reshape(-1, *(size or 0 for size in found.shape[1:]))
         return make_jagged(values, offsets)
-    sizes = column.field("shape").flatten().to_numpy().astype(np.int64).reshape(len(column), len(found.shape))
-    return make_strided(values, sizes, offsets[:-1].copy())
+    return make_strided(values, shapes_in(column, found), offsets[:-1].copy())
 
 
 def make_jagged(values: torch.Tensor, offsets: IntArray) -> torch.Tensor:
@@ -163,8 +183,14 @@ def make_jagged(values: torch.Tensor, offsets: IntArray) -> torch.Tensor:
     if lengths.size:
         known = {"min_seqlen": int(lengths.min()), "max_seqlen": int(lengths.max())}
     starts = torch.from_numpy(offsets).to(values.device)
-    found: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, starts, **known)
-    return found
+    if values.requires_grad:
+        found: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, starts, **known)
+        return found
+    # What that function returns, but no view for autograd, which takes most of its time. torch keeps a length
+    # as the size of a tensor.
+    return NestedTensor(
+        values, starts, _metadata_cache={name: torch.zeros(size, 0) for name, size in known.items()}
+    )
 
 
 def make_strided(values: torch.Tensor, sizes: IntArray, starts: IntArray) -> torch.Tensor:
@@ -179,7 +205,7 @@ def make_strided(values: torch.Tensor, sizes: IntArray, starts: IntArray) -> tor
     return view
 
 
-def _tensor_of(flat: pa.Array, dtype: str) -> torch.Tensor:
+def tensor_of(flat: pa.Array, dtype: str) -> torch.Tensor:
     """Convert flat values to a tensor, over the same memory unless they are bits."""
     if dtype == "bool":
         return torch.from_numpy(flat.to_numpy(zero_copy_only=False).copy())
@@ -190,11 +216,13 @@ def _tensor_of(flat: pa.Array, dtype: str) -> torch.Tensor:
 def stack_values(values: Sequence[Any]) -> NonTensorStack | NonTensorData:
     """Return values, one per row, as an entry of a TensorDict of one batch dim.
 
-    The result equals `NonTensorStack(*values)`, which would check each value and take seven times as long.
+    The result equals `NonTensorStack(*values)`, which would check each value and take ten times as long.
     """
     if not values:
         return NonTensorData(None, batch_size=torch.Size([0]))
-    stack: NonTensorStack = NonTensorStack._new_lazy_unsafe(*map(_wrap, values), stack_dim=0)
+    entries = list(map(_wrap, values))
+    stack: NonTensorStack = NonTensorStack._new_lazy_unsafe(entries[0], stack_dim=0)
+    stack.tensordicts, stack._batch_size = entries, torch.Size([len(entries)])
     return stack
 
 

@@ -7,6 +7,7 @@ builds other batches without tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ from tensordict import NonTensorStack, is_non_tensor, is_tensor_collection
 
 from expstore.core.values import Array, Key
 from expstore.data.leaves import to_objects
-from expstore.data.nested_tensors import to_values
+from expstore.data.nested_tensors import tensor_of
+from expstore.schema.arrow_types import Ragged, ragged_of
+from expstore.schema.variable_tensors import part, shapes_in
 
 
 def to_array(values: Any) -> Array:
@@ -57,10 +60,21 @@ def to_ragged_rows(column: Any, arrow: str, size: Sequence[int]) -> Array:
         arrow: Its type, in the format of `expstore.schema.arrow_types`.
         size: Shape of the result, which has n entries.
     """
-    values = to_values(column, arrow)
-    rows = to_arrays(values) if isinstance(values, torch.Tensor) else to_objects(values)
+    found = ragged_of(arrow)
+    rows = to_objects(column.to_pylist() if found is None else _split(column, found))
     shaped: Array = rows.reshape(tuple(size))
     return shaped
+
+
+def _split(column: Any, found: Ragged) -> list[Array]:
+    """Return the tensors of a column as arrays, which share its memory unless NumPy lacks the dtype."""
+    flat, offsets = part(column, found)
+    values = to_array(tensor_of(flat, found.dtype))
+    runs = [slice(*run) for run in pairwise(offsets.tolist())]
+    if found.is_list:
+        values = values.reshape(-1, *(size or 0 for size in found.shape[1:]))
+        return [values[run] for run in runs]
+    return [values[run].reshape(shape) for run, shape in zip(runs, shapes_in(column, found), strict=True)]
 
 
 def put_entry(batch: dict[str, Any], key: Key, values: Any) -> None:

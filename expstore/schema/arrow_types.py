@@ -84,6 +84,7 @@ def ragged_text(dtype: str, shape: tuple[int | None, ...]) -> str:
     return text
 
 
+@lru_cache(maxsize=256)
 def ragged_of(text: str) -> Ragged | None:
     """Return the type of a field's tensors, or None if its rows are not tensors."""
     data = json.loads(text)
@@ -144,6 +145,7 @@ def check_text(text: str) -> None:
         ) from exc
 
 
+@lru_cache(maxsize=256)
 def describe(text: str) -> str:
     """Return a readable description of a type given as text, for messages.
 

@@ -85,7 +85,7 @@ def part(column: pa.Array, found: Ragged) -> tuple[pa.Array, IntArray]:
     return flat, offsets - offsets[0]
 
 
-def _shapes(column: pa.Array, found: Ragged) -> IntArray:
+def shapes_in(column: pa.Array, found: Ragged) -> IntArray:
     """Return the shapes of tensors. Shape `(n, dims)`."""
     rows = len(column)
     if found.is_list:
@@ -108,7 +108,7 @@ def convert(column: pa.Array, found: Ragged, wanted: Ragged) -> pa.Array:
     kinds = {"bfloat16", "complex64"} & {found.dtype, wanted.dtype}
     if found.dtype != wanted.dtype and (kinds or not np.can_cast(found.dtype, wanted.dtype, "safe")):
         raise ValueError(f"{found.dtype} may lose values as {wanted.dtype}")
-    shapes = _shapes(column, found)
+    shapes = shapes_in(column, found)
     if len(found.shape) != len(wanted.shape):
         raise ValueError(f"tensors have {len(found.shape)} dims, not {len(wanted.shape)}")
     for dim, size in enumerate(wanted.shape):

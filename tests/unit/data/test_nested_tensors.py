@@ -13,11 +13,13 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from expstore.data.nested_tensors import (
     from_nested,
     from_tensors,
+    make_jagged,
     stack_values,
     to_entry,
     to_tensor,
     to_values,
 )
+from expstore.data.to_arrays import to_arrays, to_ragged_rows
 from expstore.errors import SchemaError
 from expstore.schema.arrow_types import Ragged, ragged_text, to_type
 from tests.support.variable_length import jagged
@@ -135,3 +137,43 @@ def test_entries_of_batches_and_of_rows() -> None:
     assert to_entry(column.slice(3), text, ()).tolist() == ROWS[3].tolist()
     assert parts(to_values(column, text)) == [row.tolist() for row in ROWS]
     assert np.array_equal(to_entry(column, text, (4,)).offsets().numpy(), [0, 3, 3, 5, 10])
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "int32", "float32", "bfloat16", "complex64"])
+@pytest.mark.parametrize("shapes", [[(2,), (0,), (3,)], [(2, 3), (0, 3), (1, 3)], [(2, 1), (1, 3), (0, 0)]])
+def test_rows_are_arrays_of_the_nested_tensor(dtype: str, shapes: list[tuple[int, ...]]) -> None:
+    rows = [
+        torch.arange(6)[: int(np.prod(shape))].reshape(shape).to(getattr(torch, dtype)) for shape in shapes
+    ]
+    found, column = from_tensors(KEY, rows)
+    text = ragged_text(found.dtype, found.shape)
+    for some in (column, column.slice(1), column.slice(0, 0)):
+        arrays = to_ragged_rows(some, text, (len(some),))
+        expected = to_arrays(to_values(some, text))
+        assert arrays.shape == (len(some),)
+        for array, other in zip(arrays, expected, strict=True):
+            assert (array.dtype, array.shape, array.tolist()) == (other.dtype, other.shape, other.tolist())
+            assert array.flags.writeable
+    assert to_ragged_rows(column.slice(0, 2), text, (1, 2)).shape == (1, 2)
+
+
+def test_jagged_tensors_are_those_of_torch() -> None:
+    values, offsets = torch.arange(6.0), np.array([0, 2, 2, 6])
+    made = make_jagged(values, offsets)
+    expected = torch.nested.nested_tensor_from_jagged(
+        values, torch.from_numpy(offsets), min_seqlen=0, max_seqlen=4
+    )
+    for name in ("dtype", "layout", "device", "ndim", "requires_grad"):
+        assert getattr(made, name) == getattr(expected, name)
+    assert made.to_padded_tensor(-1).equal(expected.to_padded_tensor(-1))
+    assert (made._get_min_seqlen(), made._get_max_seqlen()) == (0, 4)
+    assert parts(made * 2) == parts(expected * 2)
+    assert made.values().data_ptr() == values.data_ptr()
+    assert make_jagged(values[:0], np.zeros(1, np.int64)).size(0) == 0
+
+
+def test_jagged_tensors_pass_gradients_on() -> None:
+    values = torch.ones(3, requires_grad=True)
+    (make_jagged(values, np.array([0, 1, 3])) * 2).values().sum().backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == [2.0] * 3
