@@ -69,7 +69,7 @@ class Use(IntFlag):
     NONE = 0
     #: They are leased until the draw is committed.
     LEASED = 1
-    #: They are counted: a `ConsumingSampler` drew them.
+    #: They are counted: a sampler that draws by counts drew them.
     COUNTED = 2
 
 
