@@ -440,8 +440,8 @@ class File:
         return True
 
     @contextlib.contextmanager
-    def hold_lock(self, *, shared: bool = False) -> Iterator[None]:
-        """Wait for the advisory lock (flock) of this descriptor, and hold it.
+    def keep_lock(self, *, shared: bool = False) -> Iterator[None]:
+        """Wait for the advisory lock (flock) of this descriptor, and keep it for a while.
 
         Args:
             shared: Whether others may also hold it shared, instead of one owner alone.
