@@ -208,7 +208,8 @@ def open(
             storage, sampler=sampler, writer=writer, batch_size=batch_size,
             as_numpy=out.as_numpy, device=out.device, prefetch=out.prefetch, pin_memory=out.pin_memory,
             generator=out.generator, sample_unit=out.sample_unit, rate_limiter=out.rate_limiter,
-            transform=transform)  # fmt: skip
+            transform=transform, ragged=out.ragged, batch_tokens=out.batch_tokens, tokens_key=out.tokens_key,
+        )  # fmt: skip
     if new:
         _logger.info("created a new store: %s", path)
     return rb

@@ -15,6 +15,7 @@ from expstore.core.nearest import suggest
 from expstore.core.values import check_key
 from expstore.errors import ArgumentError, SchemaError
 from expstore.schema.field_roles import DONE_REDUCTIONS, REWARD_REDUCTIONS
+from expstore.schema.ragged_fields import RaggedForm
 from expstore.storages.engine.open_settings import COMPRESSIONS, STORAGES
 from expstore.storages.format.layout import LAYOUTS, ColumnLayout, LayoutName, ask_layout
 
@@ -236,9 +237,20 @@ class Batches:
         generator: Random generator of all draws; None: draws follow from the store's seed.
         rate_limiter: How many rows may be sampled for each row that is written: a `MinSize` or a
             `SampleToInsertRatio`. `sample`, `extend` and `add` wait until it permits them.
+        ragged: How drawn batches have tensors that differ in their first dim, after the transforms. "jagged":
+            nested tensors of torch, or arrays of objects. "padded": dense tensors with zeros, and beside a
+            field `x` the entries `x_lengths` and `x_mask`. "packed": the values of all rows in one tensor,
+            and beside it `x_cu_seqlens` and `x_position_ids`; the batch size is then `[]`. Rows that are read
+            by index stay jagged.
+        batch_tokens: Largest number of tokens of a drawn batch. It has as many whole rows of the draw as fit,
+            at least one; the next batches have the others. Only for samplers that lose no row by it:
+            `SamplerWithoutReplacement` and `ConsumingSampler`, also those of consumers. A row that replaces
+            one that is overwritten while a batch is read may be longer than it. None: any number.
+        tokens_key: The field whose lengths `batch_tokens` counts; None: the first one of such tensors.
 
     Raises:
-        ArgumentError: A setting has the wrong type; `prefetch` is negative.
+        ArgumentError: A setting has the wrong type; `prefetch` is negative, `ragged` is unknown,
+            `batch_tokens` is below 1 or combined with `sample_unit`, or `tokens_key` is alone.
 
     Example:
         >>> with expstore.open("run.exp", batch_size=32, batches=expstore.Batches(as_numpy=True)) as rb:
@@ -255,9 +267,15 @@ class Batches:
     sample_unit: SampleUnit | None = None
     generator: torch.Generator | None = None
     rate_limiter: RateLimiter | None = None
+    ragged: RaggedForm = "jagged"
+    batch_tokens: int | None = None
+    tokens_key: FieldKey | None = None
 
     def __post_init__(self) -> None:
+        from expstore.buffers.arguments import check_ragged  # loads torch
+
         check_bool("as_numpy", self.as_numpy)
+        check_ragged(self.ragged, self.batch_tokens, self.tokens_key, self.sample_unit)
         check_bool("pin_memory", self.pin_memory)
         object.__setattr__(self, "prefetch", check_count("prefetch", self.prefetch))
         if self.generator is not None:

@@ -15,6 +15,8 @@ from tensordict import is_tensor_collection
 from expstore.core.arguments import check_whole
 from expstore.errors import ArgumentError, StateError
 from expstore.rate_limiters import RateLimiter
+from expstore.samplers.token_budget import TokenBudget
+from expstore.schema.ragged_fields import check_form
 from expstore.storages.torchrl_options import check_device
 
 _Part = TypeVar("_Part")
@@ -87,6 +89,25 @@ def check_drawing(
         raise ArgumentError("pin_memory=True needs an accelerator, and torch finds no device; leave it False")
     if device is not None:
         check_device(device, "batches")
+
+
+def check_ragged(ragged: Any, batch_tokens: Any, tokens_key: Any, unit: Any) -> TokenBudget | None:
+    """Check how batches have tensors of different lengths; return how many tokens a batch may have.
+
+    Args:
+        ragged: What the user passed as the form.
+        batch_tokens: What the user passed as the number of tokens; None: any number.
+        tokens_key: What the user passed as the field whose lengths count.
+        unit: The sample unit; None: rows alone.
+
+    Raises:
+        ArgumentError: There is no such form, the number is below 1, or it excludes another argument.
+    """
+    check_form(ragged)
+    budget = TokenBudget.of(batch_tokens, tokens_key)
+    if budget is not None and unit is not None:
+        raise ArgumentError("batch_tokens and sample_unit exclude each other; leave one of them out")
+    return budget
 
 
 def check_generator(generator: Any) -> None:

@@ -19,9 +19,13 @@ from expstore.buffers.store_handle import StorePart
 from expstore.core.values import Array, Key, Selection
 from expstore.data.containers import Form, form_of, stack
 from expstore.data.nested_rows import take_rows
+from expstore.data.ragged_batches import to_dense
 from expstore.data.to_arrays import put_entry, to_array, to_arrays
 from expstore.errors import StackError
+from expstore.samplers.token_budget import TokenBudget
+from expstore.schema.ragged_fields import RaggedForm, check_fields
 from expstore.schema.row_selection import in_shape
+from expstore.schema.schema import Schema
 from expstore.storages.read_view import ReadView
 from expstore.transforms import Compose, StepView
 
@@ -48,6 +52,8 @@ class BatchBuilder(StorePart):
         device: Device of the batches; None: the storage's.
         pin_memory: Whether to return batches in pinned memory.
         metadata: Value of the entry `metadata` of each batch; None: there is no such entry.
+        ragged: What becomes of jagged tensors in drawn batches, after the transforms; see `to_dense`.
+        budget: How many tokens a drawn batch may have; None: any number.
     """
 
     def __init__(
@@ -59,6 +65,8 @@ class BatchBuilder(StorePart):
         device: torch.device | str | None,
         pin_memory: bool,
         metadata: Any = None,
+        ragged: RaggedForm = "jagged",
+        budget: TokenBudget | None = None,
     ) -> None:
         #: Which entries batches have besides the fields.
         self.style = style
@@ -68,6 +76,10 @@ class BatchBuilder(StorePart):
         self._asked_device = None if device is None else torch.device(device)
         self._pin_memory = pin_memory
         self._metadata = metadata
+        self._ragged: RaggedForm = ragged
+        #: How many tokens a drawn batch may have; None: any number.
+        self.budget = budget
+        self._fitting: Schema | None = None  # whose fields fit the options
         self._generations = False
         self._finishers: tuple[Finisher, ...] = ()
         self._form: tuple[int, Form] | None = None  # (epoch of the fields, how rows are assembled)
@@ -104,6 +116,25 @@ class BatchBuilder(StorePart):
 
     # -- batches ---------------------------------------------------------------------------------
 
+    @property
+    def reshapes(self) -> bool:
+        """Whether drawn batches have other shapes, or fewer rows, than were asked for."""
+        return self._ragged != "jagged" or self.budget is not None
+
+    def check_fields(self, schema: Schema | None) -> None:
+        """Check, before rows are drawn, that the options fit the fields. None: there are none yet.
+
+        Raises:
+            SchemaError: There is no field of tensors of different lengths, or an entry would replace a field.
+        """
+        if schema is None or schema is self._fitting:
+            return
+        if self._ragged != "jagged":
+            check_fields(schema, self._ragged)
+        if self.budget is not None:
+            self.budget.find_place(schema)
+        self._fitting = schema
+
     def of_sample(
         self,
         storage: ReadView,
@@ -129,7 +160,7 @@ class BatchBuilder(StorePart):
         if rows.marks or rows.info:
             more = self.style.mark(rows, storage.require_schema(), columns)
         build = self._build_arrays if as_numpy else self.build
-        return build(storage, columns, (rows.ids.size,), root, more, view, numbers)
+        return build(storage, columns, (rows.ids.size,), root, more, view, numbers, ragged=self._ragged)
 
     def of_rows(self, storage: ReadView, rows: Selection, columns: list[Array], view: StepView | None) -> Any:
         """Return rows that were read by id, with the entries that samples have."""
@@ -145,6 +176,8 @@ class BatchBuilder(StorePart):
         more: dict[Key, Array] | None = None,
         view: StepView | None = None,
         numbers: np.random.Generator | None = None,
+        *,
+        ragged: RaggedForm = "jagged",
     ) -> Any:
         """Build the batch that the user gets.
 
@@ -156,6 +189,7 @@ class BatchBuilder(StorePart):
             more: Additional entries, by key.
             view: The steps that step transforms have read.
             numbers: Random numbers for the transforms.
+            ragged: What becomes of jagged tensors.
         """
         form = self._current_form(storage)
         root = dict(zip(arrays, map(torch.from_numpy, arrays.values()), strict=True))
@@ -178,6 +212,8 @@ class BatchBuilder(StorePart):
                 _put_back(batch, root)
         if self._metadata is not None and isinstance(batch, TensorDictBase):
             batch.set("metadata", NonTensorData(self._metadata, batch_size=batch.batch_size))
+        if ragged != "jagged":
+            batch = to_dense(batch, ragged)
         batch = self.place(storage, batch)
         for finish in self._finishers:
             batch = finish(batch)
@@ -192,10 +228,13 @@ class BatchBuilder(StorePart):
         more: dict[Key, Array] | None = None,
         view: StepView | None = None,
         numbers: np.random.Generator | None = None,
+        *,
+        ragged: RaggedForm = "jagged",
     ) -> Any:
         """Build rows as `build` does, but as nested dicts of arrays in host memory."""
-        if view is not None or self.transform.transforms or self._collate_fn is not None or self._finishers:
-            return to_arrays(self.build(storage, columns, size, root, more, view, numbers))
+        changed = self.transform.transforms or self._collate_fn is not None or self._finishers
+        if view is not None or changed or ragged != "jagged":
+            return to_arrays(self.build(storage, columns, size, root, more, view, numbers, ragged=ragged))
         batch = self._current_form(storage).arrays(columns, size, root)
         if isinstance(batch, dict):
             for key, values in (more or {}).items():

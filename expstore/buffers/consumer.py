@@ -287,6 +287,7 @@ class Consumer(StorePart):
         """Let a draw be recorded, and its rows be readable, before this rank builds its part."""
         self._ranks.check()
         storage, log = self._store.storage, self._log
+        self._batches.check_fields(storage.schema)
         if self._decides:
             self._decide_through(number)
             return

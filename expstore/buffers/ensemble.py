@@ -731,6 +731,11 @@ def _check_buffers(rbs: Sequence[Any]) -> Sequence[ReplayBuffer]:
                 f"members of an ensemble must be ReplayBuffers, got a {name}",
                 hint="use the class of the same name in expstore" if package == "torchrl" else "",
             )
+        if rb._batches.reshapes:
+            raise ArgumentError(
+                "batches of a member with ragged= or batch_tokens= cannot be joined with those of others",
+                hint="open the members without these settings",
+            )
     return rbs
 
 

@@ -19,6 +19,7 @@ from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import ConsumingSampler
 from expstore.samplers.filter import Filter
 from expstore.samplers.given_order import Missing, build_changed_error, find_present
+from expstore.samplers.token_budget import TokenBudget
 from expstore.storages.columns.sample_counts import ConsumerCounts
 from expstore.storages.format.draw_log import DrawLog, Use
 from expstore.storages.format.row_changes import ChangedRows
@@ -88,6 +89,14 @@ class RecordedDraws(Sampler):
     def keep_progress_in(self, draws: DrawState) -> None:
         """Let the sampler store its progress there."""
         self._sampler.keep_progress_in(draws)
+
+    def limit_tokens(self, budget: TokenBudget | None) -> None:
+        """Let the sampler draw as many rows as fit; recorded draws have done so.
+
+        Raises:
+            ArgumentError: The sampler would lose the rows that do not fit.
+        """
+        self._sampler.limit_tokens(budget)
 
     def attach(self, storage: ReadView) -> None:
         """Continue where the last recorded draw ended."""

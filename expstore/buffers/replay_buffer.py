@@ -25,6 +25,7 @@ from expstore.buffers.arguments import (
     check_generator,
     check_positional,
     check_predictable,
+    check_ragged,
     resolve_part,
     resolve_part_of,
 )
@@ -60,6 +61,7 @@ from expstore.samplers.consuming import consume_after
 from expstore.samplers.given_order import GivenOrder, Missing
 from expstore.samplers.names import SamplerName
 from expstore.samplers.torchrl_adapter import adapt, unwrap
+from expstore.schema.ragged_fields import RaggedForm
 from expstore.schema.schema import Schema
 from expstore.storages.base import Hook
 from expstore.storages.memory import MemoryStorage
@@ -117,6 +119,9 @@ class ReplayBuffer:
         rate_limiter: How many rows may be sampled for each row that is written. `sample`, `extend` and `add`
             wait until it permits them. See `MinSize` and `SampleToInsertRatio`.
         as_numpy: Whether `sample` and iteration return NumPy arrays by default.
+        ragged: How batches have tensors of different lengths; see `Batches`.
+        batch_tokens: How many tokens a batch may have; see `Batches`.
+        tokens_key: The field whose lengths `batch_tokens` counts; see `Batches`.
         shared: Whether to call `share`, so that other processes can write through copies of the buffer.
         torchrl: Keywords of TorchRL's class that have no effect here: accepted with their default values,
             otherwise refused with the reason.
@@ -158,6 +163,9 @@ class ReplayBuffer:
         sample_unit: SampleUnit | None = None,
         rate_limiter: RateLimiter | None = None,
         as_numpy: bool = False,
+        ragged: RaggedForm = "jagged",
+        batch_tokens: int | None = None,
+        tokens_key: str | tuple[str, ...] | None = None,
         shared: bool = False,
         _style: RowStyle | None = None,
         **torchrl: Any,
@@ -170,6 +178,7 @@ class ReplayBuffer:
         chosen = None if sampler is None else adapt(resolve_part(sampler, "sample"))
         check_predictable(batch_size, chosen)
         check_unit(sample_unit, chosen)
+        budget = check_ragged(ragged, batch_tokens, tokens_key, sample_unit)
         opened = (
             MemoryStorage(1000) if storage is None else resolve_part_of(storage, ReadView, "get", "storage")
         )
@@ -197,6 +206,8 @@ class ReplayBuffer:
             device=device,
             pin_memory=pin_memory,
             metadata=metadata,
+            ragged=ragged,
+            budget=budget,
         )
         self._sampling = Sampling(
             store, self._batches, style, drawing,

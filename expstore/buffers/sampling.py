@@ -107,6 +107,7 @@ class Sampling(StorePart):
         self._style = style
         #: Chooses the rows of batches.
         self.sampler = adapt(sampler)
+        self.sampler.limit_tokens(batches.budget)
         #: What a sampled row is extended to; None: the row alone.
         self.unit = unit
         #: Limits how fast rows may be sampled; None: no limit.
@@ -252,10 +253,12 @@ class Sampling(StorePart):
 
         Raises:
             NotReadyError: No row can be drawn.
+            SchemaError: An option of batches does not fit the fields.
             StateError: The store is closed.
         """
         if storage.closed:
             raise build_closed_error()
+        self._batches.check_fields(storage.schema)
         if not self.sampler.count_left(storage):
             raise self.sampler.build_no_rows_error(storage)
 
@@ -357,6 +360,7 @@ class Sampling(StorePart):
         sampler = former if sampler is unwrap(former) else adapt(resolve_part(sampler, "sample"))
         check_unit(self.unit, sampler)
         consume_after(None, sampler, prefetch=self._prefetch)
+        sampler.limit_tokens(self._batches.budget)
         self.drop_prefetched()
         priorities = storage.priorities
         within, priorities.within = priorities.within, False  # the previous sampler may have set it

@@ -36,8 +36,9 @@ EXPORT_NOTES = "\n\n".join(
 )
 IMPORT_NOTES = (
     "The store exists when it is complete, not before. Ctrl-C leaves nothing, and the next attempt starts "
-    "again; for data sets (all formats but arrow, csv, npz, parquet and flat hdf5) it leaves a hidden "
-    "folder, .STORE.import, from which the next attempt continues. Ids begin at 1. Nothing is ever unpickled."
+    "again; for data sets (all formats but arrow, csv, jsonl, npz, parquet, rollouts and flat hdf5) it "
+    "leaves a hidden folder, .STORE.import, from which the next attempt continues. Ids begin at 1. Nothing "
+    "is ever unpickled."
 )
 
 
@@ -231,8 +232,9 @@ def import_(
         typer.Option(
             "--format",
             metavar="NAME",
-            help="arrow, atari-dqn, csv, d4rl, gen-dgrl, hdf5, lerobot, minari, npz, openml, openx, parquet, "
-            "rlds, robomimic, roboset, sb3, tensordict, vd4rl. Default: recognized from SOURCE, if possible.",
+            help="arrow, atari-dqn, csv, d4rl, gen-dgrl, hdf5, jsonl, lerobot, minari, npz, openml, openx, "
+            "parquet, rlds, robomimic, roboset, rollouts (of language models), sb3, tensordict, vd4rl. "
+            "Default: recognized from SOURCE, if possible; rollouts never are.",
         ),
     ] = None,
     names: Annotated[
@@ -240,8 +242,9 @@ def import_(
         typer.Option(
             "--map",
             metavar="THEIRS=OURS",
-            help="In files with a row per transition: import the column THEIRS as the field OURS, such as "
-            "obs_next=next.observation. THEIRS= skips the column. May be repeated.",
+            help="In files with a row per transition or rollout: import the column THEIRS as the field OURS, "
+            "such as obs_next=next.observation, or as a part of a rollout, such as answer_ids=tokens. "
+            "THEIRS= skips the column. May be repeated.",
         ),
     ] = None,
     capacity: Annotated[

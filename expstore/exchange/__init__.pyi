@@ -5,9 +5,12 @@ from expstore.exchange.hdf5 import import_hdf5 as import_hdf5
 from expstore.exchange.minari_export import export_minari as export_minari
 from expstore.exchange.npz import export_npz as export_npz
 from expstore.exchange.npz import import_npz as import_npz
+from expstore.exchange.rollouts import import_rollouts as import_rollouts
+from expstore.exchange.rollouts import read_rollouts as read_rollouts
 from expstore.exchange.sb3_buffers import import_sb3 as import_sb3
 from expstore.exchange.table_import import import_arrow as import_arrow
 from expstore.exchange.table_import import import_csv as import_csv
+from expstore.exchange.table_import import import_jsonl as import_jsonl
 from expstore.exchange.table_import import import_parquet as import_parquet
 from expstore.exchange.tables import export_arrow as export_arrow
 from expstore.exchange.tables import export_parquet as export_parquet

@@ -15,11 +15,11 @@ from expstore.storages.format.manifest import MANIFEST
 
 #: The formats that can be exported, and those that can be imported.
 EXPORTS = ("arrow", "hdf5", "minari", "npz", "parquet")
-IMPORTS = ("arrow", "csv", "hdf5", "npz", "parquet", "sb3")
+IMPORTS = ("arrow", "csv", "hdf5", "jsonl", "npz", "parquet", "rollouts", "sb3")
 #: Formats of one array per field, which some data sets have too.
 ARRAYS = ("hdf5", "npz")
 #: Formats that support variable-length rows.
-TABLES = ("arrow", "csv", "parquet")
+TABLES = ("arrow", "csv", "jsonl", "parquet")
 
 _SUFFIXES = {
     ".parquet": "parquet",
@@ -34,6 +34,8 @@ _SUFFIXES = {
     ".npz": "npz",
     ".csv": "csv",
     ".tsv": "csv",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
 }
 #: The first bytes of files.
 _HEADS = {
@@ -71,11 +73,13 @@ def format_of(path: Path, choices: Sequence[str] = IMPORTS) -> str:
             return "arrow"
         if "rows" in names or any(name.endswith(".parquet") for name in names):
             return "parquet"
+        if any(name.endswith(".jsonl") for name in names):
+            return "jsonl"
     elif (found := file_format(path)) is not None:
         return found
     hint = "name its format with --format: " + ", ".join(choices)
-    if path.suffix.lower() in (".json", ".jsonl", ".ndjson"):
-        hint = f"make a Parquet file of it: duckdb -c \"COPY (FROM '{path.name}') TO 'rows.parquet'\""
+    if path.suffix.lower() == ".json":
+        hint = f"write an object a line: jq -c '.[]' {path.name} > rows.jsonl"
     raise SchemaError(f"{path} looks like none of the formats that can be imported", hint=hint)
 
 

@@ -5,9 +5,11 @@ Used by imports, which combine the rows. This module knows the files and their s
 
 from __future__ import annotations
 
+import io
+import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import csv
 
+from expstore.core import tuning
 from expstore.core.parsing import reading
-from expstore.errors import SchemaError
+from expstore.errors import SchemaError, StorageError
 from expstore.exchange.base import DiskFile, open_to_read
 
 #: Metadata key under which pandas describes a frame.
@@ -252,3 +255,186 @@ def _fill_missing(table: Any, notes: list[str]) -> tuple[Any, list[str]]:
             table = table.set_column(place, name, filled)
             notes.append(f"{name!r} has {missing:,} missing values, which become NaN")
     return table, notes
+
+
+# -- JSON lines ---------------------------------------------------------------------------------------
+
+#: No line of a file of JSON lines may be longer, in bytes.
+LONGEST_LINE = 256 << 20
+#: Number of lines whose types are found together.
+_LINES = 1024
+#: Raised by pyarrow for Python values that have no common type.
+_MIXED = (pa.ArrowException, TypeError, ValueError, OverflowError)
+
+
+class JsonPart(Part):
+    """A file of JSON lines: each line is an object, and its members are columns.
+
+    All lines are read once for the types, and once more for the rows; a few MB are in memory at a time. Lists
+    of objects, and values that are text in some lines and lists or objects in others, become JSON text.
+
+    Args:
+        path: The file.
+        left_out: Members to ignore, which may hold anything.
+    """
+
+    def __init__(self, path: Path, left_out: Collection[str] = ()) -> None:
+        self._left_out = left_out
+        self._bytes = 0
+        self.kind: Any = pa.struct([])
+        super().__init__(path)
+        self.schema = pa.schema(list(self.kind))
+
+    def _read_metadata(self, file: DiskFile) -> None:
+        self._bytes = file.seek(0, 2)
+        for numbers, lines in self._read_lines(file, _LINES):
+            self.rows += len(lines)
+            rows = [self._to_plain(line, None, ()) for line in lines]
+            try:
+                kind = merge_types(self.kind, pa.array(rows).type)
+            except _MIXED:
+                kind = self.kind
+                for number, row in zip(numbers, rows, strict=True):
+                    kind = self._add_line(kind, number, row)
+            self.kind = kind
+        if not self.rows:
+            raise SchemaError(f"{self.path} has no lines")
+
+    def _add_line(self, kind: Any, number: int, row: Mapping[str, Any]) -> Any:
+        """Return the common type of earlier lines and of one more."""
+        try:
+            return merge_types(kind, pa.array([row]).type)
+        except _MIXED as exc:
+            raise SchemaError(
+                f"line {number} of {self.path} does not have the types of the lines before: {exc}",
+                hint="correct the line, or leave the member out: --map NAME=",
+            ) from exc
+
+    def use(self, kind: Any) -> None:
+        """Set the type of the rows: the common one of several files."""
+        self.kind = self._prune(kind, ())
+        self.schema = pa.schema(list(self.kind))
+
+    def _prune(self, kind: Any, path: tuple[str, ...]) -> Any:
+        """Return a type without members of objects that have no value in any row."""
+        if pa.types.is_list(kind):
+            inner = self._prune(kind.value_type, path)
+            return inner if pa.types.is_null(inner) else pa.list_(inner)
+        if not pa.types.is_struct(kind):
+            return kind
+        parts = {part.name: self._prune(part.type, (*path, part.name)) for part in kind}
+        empty = [name for name, one in parts.items() if path and pa.types.is_null(one)]
+        self._note(f"{'.'.join((*path, name))!r} has no value in any row, and is left out" for name in empty)
+        found = pa.struct([(name, one) for name, one in parts.items() if name not in empty])
+        return found if found.num_fields or not path else pa.null()
+
+    def _note(self, notes: Iterable[str]) -> None:
+        self.notes = list(dict.fromkeys([*self.notes, *notes]))
+
+    def batches(self, rows: int, columns: list[str] | None = None) -> Iterator[Any]:
+        """Yield record batches, as `Part.batches`."""
+        with open_to_read(self.path) as file, reading_arrow(self.path):
+            for _, lines in self._read_lines(file, rows):
+                found = pa.array([self._to_plain(line, self.kind, ()) for line in lines], self.kind)
+                batch = pa.RecordBatch.from_struct_array(found)
+                yield batch if columns is None else batch.select(columns)
+
+    def row_bytes(self) -> int:
+        """Return the mean number of bytes of a line."""
+        return -(-self._bytes // max(1, self.rows))
+
+    def _read_lines(self, raw: DiskFile, rows: int) -> Iterator[tuple[list[int], list[dict[str, Any]]]]:
+        """Yield the numbers and the objects of lines, in pieces of at most so many rows and a few MB."""
+        raw.seek(0)
+        file, place, size = io.BufferedReader(raw, 1 << 20), 0, 0
+        numbers: list[int] = []
+        found: list[dict[str, Any]] = []
+        while line := file.readline(LONGEST_LINE + 1):
+            place, size = place + 1, size + len(line)
+            if place == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            if line.strip():
+                numbers.append(place)
+                found.append(self._parse(line, place))
+            # Python's objects need several times the memory of their text.
+            if found and (len(found) >= rows or size >= tuning.EXCHANGE_BYTES // 8):
+                yield numbers, found
+                numbers, found, size = [], [], 0
+        if found:
+            yield numbers, found
+
+    def _parse(self, line: bytes, number: int) -> dict[str, Any]:
+        where = f"line {number} of {self.path}"
+        if len(line) > LONGEST_LINE:
+            raise StorageError(
+                f"{where} is longer than {LONGEST_LINE >> 20} MiB", hint="write one object a line"
+            )
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError) as exc:
+            raise StorageError(
+                f"{where} is not JSON: {exc}",
+                hint="correct or remove the line; a program that was stopped leaves half a line at the end",
+            ) from exc
+        if not isinstance(found, dict):
+            raise SchemaError(
+                f"{where} is not an object, which a row is",
+                hint="write each row as one line: jq -c '.[]' FILE",
+            )
+        return found
+
+    def _to_plain(self, value: Any, kind: Any, path: tuple[str, ...]) -> Any:
+        """Return a value without lists of objects, and without what has another type than text in its place.
+
+        Args:
+            value: The value of a member, or a whole line.
+            kind: Its type; None: not known yet.
+            path: The names that lead to it.
+        """
+        is_text = kind is not None and pa.types.is_string(kind)
+        if (kind is not None and pa.types.is_null(kind)) or (len(path) == 1 and path[0] in self._left_out):
+            return None
+        if isinstance(value, dict) and not is_text:
+            found = {}
+            for name, one in value.items():
+                place = -1 if kind is None else kind.get_field_index(name)
+                found[name] = self._to_plain(
+                    one, None if place < 0 else kind.field(place).type, (*path, name)
+                )
+            return found or None if path else found
+        objects = isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+        if objects or (is_text and isinstance(value, dict | list)):
+            self._note([f"{'.'.join(path)!r} has objects or lists, which are stored as JSON text"])
+            return json.dumps(value, ensure_ascii=False)
+        return value
+
+
+def merge_types(one: Any, two: Any) -> Any:
+    """Return the type of values that have one of two types.
+
+    Raises:
+        TypeError: There is none; the message has both types.
+
+    >>> import pyarrow as pa
+    >>> from expstore.exchange.table_files import merge_types
+    >>> str(merge_types(pa.list_(pa.int64()), pa.list_(pa.float64())))
+    'list<item: double>'
+    """
+    is_a = pa.types
+    if one == two or is_a.is_null(two):
+        return one
+    if is_a.is_null(one):
+        return two
+    if is_a.is_struct(one) and is_a.is_struct(two):
+        parts = {part.name: part.type for part in one}
+        for part in two:
+            parts[part.name] = merge_types(parts.get(part.name, pa.null()), part.type)
+        return pa.struct(list(parts.items()))
+    if is_a.is_list(one) and is_a.is_list(two):
+        return pa.list_(merge_types(one.value_type, two.value_type))
+    if any(map(is_a.is_string, (one, two))) and any(map(is_a.is_nested, (one, two))):
+        return pa.string()
+    numbers = (is_a.is_int64, is_a.is_float64)
+    if all(any(check(kind) for check in numbers) for kind in (one, two)):
+        return pa.float64()
+    raise TypeError(f"{one} and {two}")

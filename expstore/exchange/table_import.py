@@ -1,4 +1,4 @@
-"""Import Parquet, Arrow and CSV files as a new store.
+"""Import Parquet, Arrow, CSV and JSON files as a new store.
 
 Used by `expstore import` and programs. Rows that expstore exported are read in the order of their ids, with
 their episodes; rows of other programs in the order of the file. A few batches are in memory at a time, and
@@ -8,6 +8,7 @@ nothing is unpickled.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -39,7 +40,15 @@ from expstore.exchange.base import (
 )
 from expstore.exchange.fill import Facts, NumberedRows, RowSource, Target, fill_store, settings_of
 from expstore.exchange.foreign_rows import Column, ForeignRows, RowPlan, plan_rows, split_name
-from expstore.exchange.table_files import ArrowPart, CsvPart, ParquetPart, Part, reading_arrow
+from expstore.exchange.table_files import (
+    ArrowPart,
+    CsvPart,
+    JsonPart,
+    ParquetPart,
+    Part,
+    merge_types,
+    reading_arrow,
+)
 from expstore.exchange.table_layout import Layout, Survey, Table, needs_survey, read_layout
 from expstore.schema.arrow_types import describe
 from expstore.schema.row_selection import pick
@@ -105,7 +114,7 @@ def import_parquet(
         200
     """
     source, target = local_path(source), local_path(target)
-    parts = [ParquetPart(path) for path in _parquet_files(source)]
+    parts = [ParquetPart(path) for path in parquet_files(source)]
     facts = _read_facts(source / "episodes.parquet", pq.read_table)
     to = Target(target, capacity, progress, tell, disk or Disk())
     return fill_store(_TableRows(parts, facts, names or {}, storage), to)
@@ -149,7 +158,7 @@ def import_arrow(
         200
     """
     source, target = local_path(source), local_path(target)
-    part = ArrowPart(_arrow_file(source))
+    part = ArrowPart(arrow_file(source))
     facts = _read_facts(source / "episodes.arrow", lambda file: pa.ipc.open_file(file).read_all())
     to = Target(target, capacity, progress, tell, disk or Disk())
     return fill_store(_TableRows([part], facts, names or {}, storage), to)
@@ -204,13 +213,102 @@ def import_csv(
     return fill_store(_TableRows(parts, None, names or {}, storage), to)
 
 
-def _arrow_file(source: Path) -> Path:
+def import_jsonl(
+    source: str | Path,
+    target: str | Path,
+    *,
+    names: Mapping[str, str] | None = None,
+    capacity: int | None = None,
+    storage: Kind | None = None,
+    progress: Progress = no_progress,
+    tell: Tell = ignore_notes,
+    disk: Disk | None = None,
+) -> Imported:
+    """Create a store from JSON lines: each line is an object with the values of a row.
+
+    Types follow from all lines. Members that some lines lack are missing values. Objects become groups of
+    fields; lists of objects, and members that are text in some lines and lists or objects in others, become
+    JSON text. The columns are read as in `import_parquet`; use `import_rollouts` for rollouts of language
+    models. The file is read three times, a few MB at a time.
+
+    Args:
+        source: The file, UTF-8, or a folder with files *.jsonl, which are read in the order of their names
+            and numbers.
+        target: The store's folder, which must not exist yet.
+        names: Mapping from members, or objects, to fields, as in `{"rew": "next.reward"}`; a name that is
+            mapped to "" is left out.
+        capacity: Maximum number of readable rows; None: unbounded.
+        storage: "arrow", which supports text, or "zarr"; None: as the columns need it.
+        progress: Called with the rows done and the rows in total.
+        tell: Called with descriptions of what is left out or changed, before any row is written.
+        disk: Access to the file system.
+
+    Raises:
+        NotFoundError: The file, or the parent folder of the store, does not exist.
+        StorageError: A line is not JSON, with its number; or the disk failed or is full. Nothing is left
+            behind.
+        SchemaError: A line is not an object, or its types are not those of earlier lines; or a column cannot
+            be a field.
+        StateError: The target exists, or would be inside a store.
+        LockedError: Another process creates the store at the same time.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from expstore.exchange import import_jsonl
+        >>> lines = '{"obs": [0.5], "action": 1, "reward": 1, "done": true}'
+        >>> length = Path("log.jsonl").write_text(lines)
+        >>> import_jsonl("log.jsonl", "log.exp").rows
+        1
+    """
+    source, target = local_path(source), local_path(target)
+    parts = json_parts(source, names or {})
+    to = Target(target, capacity, progress, tell, disk or Disk())
+    return fill_store(_TableRows(parts, None, names or {}, storage), to)
+
+
+def json_parts(source: Path, given: Mapping[str, str]) -> Sequence[Part]:
+    """Return the files of JSON lines at a path, with the types that all of them share.
+
+    Args:
+        source: A file, or a folder with files *.jsonl.
+        given: The user's mapping from members to fields; "": left out.
+    """
+    disk, paths = ReadingDisk(), [source]
+    check_links(source)
+    if disk.is_dir(source):
+        names = [name for name in disk.names(source) if name.endswith(".jsonl")]
+        # 2.jsonl before 10.jsonl
+        names.sort(
+            key=lambda name: [int(one) if one.isdecimal() else one for one in re.split(r"(\d+)", name)]
+        )
+        paths = [source / name for name in names]
+    if not paths:
+        raise NotFoundError(f"there are no files *.jsonl in {source}")
+    left_out = [name for name, ours in given.items() if not ours]
+    parts = [JsonPart(path, left_out) for path in paths]
+    kind = parts[0].kind
+    for part in parts[1:]:
+        try:
+            kind = merge_types(kind, part.kind)
+        except TypeError as exc:
+            raise SchemaError(
+                f"{part.path} does not have the types of the files before: {exc}",
+                hint="correct it, or leave the member out: --map NAME=",
+            ) from exc
+    for part in parts:
+        part.use(kind)
+    return parts
+
+
+def arrow_file(source: Path) -> Path:
+    """Return the file of rows of an export, or the path of another Arrow file."""
     disk = ReadingDisk()
     check_links(source)
     return source / "rows.arrow" if disk.is_dir(source) else source
 
 
-def _parquet_files(source: Path) -> list[Path]:
+def parquet_files(source: Path) -> list[Path]:
+    """Return the files with the rows of an export, of a folder, or the path of another Parquet file."""
     disk = ReadingDisk()
     check_links(source)
     if not disk.is_dir(source):
@@ -474,7 +572,7 @@ def _plan(parts: Sequence[Part], given: Mapping[str, str], storage: Kind | None)
     if given:
         for part in parts:
             part.forget_description()
-    layout = _find_layout(parts, given)
+    layout = find_layout(parts, given)
     notes = [*layout.notes, *(note for part in parts for note in part.notes)]
     foreign = None
     if layout.about:
@@ -493,13 +591,13 @@ def _plan(parts: Sequence[Part], given: Mapping[str, str], storage: Kind | None)
         layout.check_fixed(schema)
     elif schema.variable:
         storage = "arrow"
-    return _Plan(layout, schema, storage or "zarr", notes, foreign)
+    return _Plan(layout, schema, storage or "zarr", list(dict.fromkeys(notes)), foreign)
 
 
 def _read(parts: Sequence[Part], layout: Layout) -> Iterator[tuple[list[Any], dict[str, Array]]]:
     """Yield the rows of all parts: by id, or in the order of the files if they have no ids."""
     row_bytes = sum(entry.row_bytes for entry in layout.fields)
-    size = _rows_at_once(parts, row_bytes, loose=any(entry.variable for entry in layout.fields))
+    size = rows_at_once(parts, row_bytes, loose=any(entry.variable for entry in layout.fields))
     yield from (_read_by_id if "_id" in layout.own else _read_in_order)(parts, layout, size)
 
 
@@ -538,7 +636,7 @@ def _check_order(episodes: IntArray, steps: IntArray) -> None:
         )
 
 
-def _find_layout(parts: Sequence[Part], given: Mapping[str, str]) -> Layout:
+def find_layout(parts: Sequence[Part], given: Mapping[str, str]) -> Layout:
     """Return the common layout of all parts.
 
     Args:
@@ -557,7 +655,7 @@ def _find_layout(parts: Sequence[Part], given: Mapping[str, str]) -> Layout:
             else:
                 names.append(name)
         if names:
-            for batch in part.batches(_rows_at_once(parts, 0, loose=True), names):
+            for batch in part.batches(rows_at_once(parts, 0, loose=True), names):
                 survey.look(batch.select(names))
     layout = read_layout(parts[0].schema, survey, given)
     for part in parts[1:]:
@@ -567,7 +665,7 @@ def _find_layout(parts: Sequence[Part], given: Mapping[str, str]) -> Layout:
     return layout
 
 
-def _rows_at_once(parts: Sequence[Part], row_bytes: int, *, loose: bool) -> int:
+def rows_at_once(parts: Sequence[Part], row_bytes: int, *, loose: bool) -> int:
     """Return how many rows to read at a time."""
     size = max(1, piece_rows(max(row_bytes, *(part.row_bytes() for part in parts), 0)) // 4)
     return min(size, LOOSE_ROWS) if loose else size

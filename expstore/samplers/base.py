@@ -28,6 +28,7 @@ from expstore.data.to_arrays import to_array
 from expstore.disk.files import Disk
 from expstore.errors import ArgumentError, NotReadyError, StateError
 from expstore.samplers.filter import Filter, Where, split_where
+from expstore.samplers.token_budget import TokenBudget
 from expstore.storages.columns.priorities import check_priorities
 from expstore.storages.read_view import ids_to_weigh
 
@@ -110,6 +111,8 @@ class Sampler(metaclass=SamplerKind):
     #: Whether a row that it drew does not come again soon, because it draws each row a fixed number of times.
     #: Retention then keeps the rows that a consumer has drawn and not committed.
     leases = False
+    #: Whether it leaves rows that do not fit into a batch for the next draw, so that no row is lost.
+    fits_tokens: ClassVar[bool] = False
     #: Whether it must be notified of new rows: its class overrides `on_write` or one of TorchRL's hooks.
     hears_writes: ClassVar[bool] = False
     #: Evaluates `where` and `weight`; None if every row may be drawn with the same probability.
@@ -123,6 +126,8 @@ class Sampler(metaclass=SamplerKind):
     _own_draws: DrawState | None = None
     #: The priorities that were set before the sampler had a storage.
     _early: EarlyPriorities | None = None
+    #: How many tokens a batch may have; None: any number.
+    _budget: TokenBudget | None = None
 
     if not TYPE_CHECKING:  # mypy would accept any attribute
         __getattr__ = find_member
@@ -134,6 +139,8 @@ class Sampler(metaclass=SamplerKind):
             cls.select = _select_by_sample  # type: ignore[method-assign]
         if not {"select", "sample"}.isdisjoint(vars(cls)) and "mass" not in vars(cls):
             cls.mass = Sampler.mass  # type: ignore[method-assign]  # a class that draws otherwise
+        if not {"select", "sample"}.isdisjoint(vars(cls)) and "fits_tokens" not in vars(cls):
+            cls.fits_tokens = False
 
     @property
     def reads(self) -> frozenset[Key]:
@@ -188,6 +195,20 @@ class Sampler(metaclass=SamplerKind):
 
     def _draws_of(self, storage: ReadView) -> DrawState:
         return storage.draws if self._own_draws is None else self._own_draws
+
+    def limit_tokens(self, budget: TokenBudget | None) -> None:
+        """Draw as many rows of each batch as fit from now on; None: all that are asked for.
+
+        Raises:
+            ArgumentError: The sampler would lose the rows that do not fit.
+        """
+        if budget is not None and not self.fits_tokens:
+            raise ArgumentError(
+                f"batch_tokens={budget.tokens} cannot be used with {self!r}, which would lose the rows that "
+                "do not fit into a batch, long ones most often",
+                hint="use SamplerWithoutReplacement or ConsumingSampler, or leave batch_tokens out",
+            )
+        self._budget = budget
 
     def detach(self) -> None:
         """Stop evaluating the filter: the storage is about to close, or the buffer gets another sampler."""

@@ -7,6 +7,7 @@ row.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 
 _MOST = (1 << 32) - 1  # the column of counts is uint32
 _NONE = np.empty(0, np.int64)
+
+
+class _Taken(Exception):
+    """Another thread has drawn one of these rows meanwhile."""
 
 
 class ConsumingSampler(Sampler):
@@ -61,6 +66,7 @@ class ConsumingSampler(Sampler):
     """
 
     leases = True
+    fits_tokens = True
     _transient = frozenset({"_live", "_mirrored", "_ran_out", "_own"})
     #: The counts of a consumer; None: those of the storage.
     _own: ConsumerCounts | None = None
@@ -164,41 +170,86 @@ class ConsumingSampler(Sampler):
         filter = self.filter
         if filter is not None:
             filter.look(storage)
-        ids, left = self._choose(storage, had, size, generator)
+        ids, left = self._choose_fitting(storage, had, size, generator)
         if filter is not None and self._ran_out and filter.find_more(storage):
-            ids, more = self._choose(storage, ids, size, generator)  # rows written meanwhile may match
+            ids, more = self._choose_fitting(
+                storage, ids, size, generator
+            )  # rows written meanwhile may match
             left += more
         if not ids.size:
             raise self.build_no_rows_error(storage)
         return Selection(ids, mass=_build_mass(storage, left))
 
-    def _choose(
+    def _choose_fitting(
         self, storage: ReadView, had: IntArray, size: int, generator: np.random.Generator
     ) -> tuple[IntArray, int]:
-        """Return the rows, and how many could be drawn besides those of `had`."""
+        """Return the rows that fit, and how many could be drawn besides those of `had`.
+
+        Lengths are read without the lock, because a read may wait for the storage's lock, which comes before
+        it. So the rows are counted afterwards, unless another thread has drawn one of them.
+        """
+        if self._budget is None:
+            return self._choose(storage, had, size, generator)
+        while True:
+            with storage.locks.sampled:
+                if storage.closed:
+                    raise build_closed_error()
+                tree, _ = self._catch_up(storage)
+                had = had[self._live.window.holds(had)]
+                # Rows of `had` that may be drawn once more are not drawn again: there are at most so many.
+                new = self._draw_new(storage, tree, min(size, int(tree.total)), generator)
+            new = new[~np.isin(new, had)][: size - had.size]
+            ids = np.concatenate([had, new])
+            fits = self._budget.count_fitting(storage, ids) if ids.size else 0
+            with contextlib.suppress(_Taken):
+                return self._choose(storage, had, size, generator, new[: max(0, fits - had.size)])
+
+    def _choose(
+        self,
+        storage: ReadView,
+        had: IntArray,
+        size: int,
+        generator: np.random.Generator,
+        new: IntArray | None = None,
+    ) -> tuple[IntArray, int]:
+        """Return the rows, and how many could be drawn besides those of `had`; `new`: the rows to add."""
         with storage.locks.sampled:
             if storage.closed:
                 raise build_closed_error()
             tree, sampled = self._catch_up(storage)
+            if new is not None and not self._can_draw(storage, sampled, new):
+                raise _Taken
             self._mirrored = (None, -1)  # set again at the end: after an interruption the tree is rebuilt
             kept = had[self._live.window.holds(had)]
             held = storage.description.window_ring.slot_of(kept)
             tree.set(held, np.zeros(held.size))
             left = int(tree.total)
-            count = min(size - kept.size, left)
-            new = _NONE
-            if count:
-                ranks = generator.choice(left, count, replace=False)
-                places, _ = tree.find(ranks.astype(np.float64) + 0.5)
-                new = self._live.ids_at(storage, places)
-                if self._own is None:
-                    sampled.add(storage.geometry.slot_of(new))
+            if new is None:
+                new = self._draw_new(storage, tree, min(size - kept.size, left), generator)
+            if new.size and self._own is None:
+                sampled.add(storage.geometry.slot_of(new))
             ids = np.concatenate([kept, new])
             slots = storage.geometry.slot_of(ids)
             self._live.change(storage, slots, lambda known: self._weigh(sampled, known))
             self._mirrored = sampled, sampled.moves
             self._ran_out = tree.total == 0 if self._own is None else left == new.size
         return ids, left
+
+    def _draw_new(
+        self, storage: ReadView, tree: SumTree, count: int, generator: np.random.Generator
+    ) -> IntArray:
+        """Return `count` rows of those in the tree."""
+        if not count:
+            return _NONE
+        ranks = generator.choice(int(tree.total), count, replace=False)
+        places, _ = tree.find(ranks.astype(np.float64) + 0.5)
+        return self._live.ids_at(storage, places)
+
+    def _can_draw(self, storage: ReadView, sampled: Sampled, ids: IntArray) -> bool:
+        """Return whether all of these rows can still be drawn."""
+        return bool(
+            self._live.window.holds(ids).all() and self._weigh(sampled, storage.geometry.slot_of(ids)).all()
+        )
 
     def hand_out(self, storage: ReadView, selection: Selection) -> None:
         """Count the rows for a consumer. For a storage, `select` has counted them."""

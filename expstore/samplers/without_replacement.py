@@ -17,6 +17,7 @@ from expstore.core.values import IntArray, Mass, Selection, Window, cut_run
 from expstore.errors import ArgumentError, NotFoundError
 from expstore.samplers.base import Sampler, refuse_weight
 from expstore.samplers.filter import Where
+from expstore.samplers.token_budget import TokenBudget
 
 if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView
@@ -73,6 +74,7 @@ class SamplerWithoutReplacement(Sampler):
 
     without_replacement = True
     leases = True
+    fits_tokens = True
     #: First number of its progress, which identifies the class of sampler.
     _kind = 1
     _transient = frozenset({"_lock", "_listed"})
@@ -121,6 +123,19 @@ class SamplerWithoutReplacement(Sampler):
             self._key = None
             self._start(*((number, position, size) if kind == self._kind else (0, 0, 0)))
 
+    def limit_tokens(self, budget: TokenBudget | None) -> None:
+        """Draw as many rows of each batch as fit from now on; the pass continues with the others.
+
+        Raises:
+            ArgumentError: `drop_last` is True, which drops smaller batches.
+        """
+        if budget is not None and self.drop_last:
+            raise ArgumentError(
+                f"batch_tokens={budget.tokens} and drop_last=True exclude each other: batches have different "
+                "numbers of rows, and none is too small; leave drop_last out"
+            )
+        super().limit_tokens(budget)
+
     def select(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose the next `batch_size` rows of the pass; fewer at its end.
 
@@ -129,7 +144,26 @@ class SamplerWithoutReplacement(Sampler):
             ArgumentError: `drop_last` is True, and the rows do not fill a batch.
             QueryError: The filter cannot be evaluated.
         """
-        return self._find_rows(storage, lambda: self._try(storage, batch_size, generator))
+        return self._find_rows(storage, lambda: self._find_fitting(storage, batch_size, generator))
+
+    def _find_fitting(
+        self, storage: ReadView, batch_size: int, generator: np.random.Generator
+    ) -> Selection | None:
+        """Choose the next rows of the pass that fit; return None if there is no row.
+
+        Lengths are read without the lock: a read may wait for the storage's lock, which other threads hold
+        while they wait for this one. So the rows are chosen again afterwards, and must be the same.
+        """
+        fitting = np.empty(0, np.int64)
+        while True:
+            with self._lock:
+                begun = self._key, self._pass, self._position, self._size
+                found = self._try(storage, fitting.size or batch_size, generator)
+                if self._budget is None or found is None or np.array_equal(found.ids, fitting):
+                    return found
+                self._key, self._pass, self._position, self._size = begun
+            count = 0 if fitting.size else self._budget.count_fitting(storage, found.ids)
+            fitting = found.ids[:count]
 
     def mass(self, storage: ReadView, batch_size: int) -> Mass | None:
         """Return how many rows of the pass are left; None with a filter or `drop_last`.
@@ -149,15 +183,14 @@ class SamplerWithoutReplacement(Sampler):
 
     def _try(self, storage: ReadView, count: int, generator: np.random.Generator) -> Selection | None:
         choose = self._next if self.filter is None else self._next_matching
-        with self._lock:
-            for _ in range(_TRIES):
-                size = len(storage)
-                if size == 0:
-                    break
-                try:
-                    return choose(storage, size, count, generator)
-                except NotFoundError:  # rows were removed at this moment
-                    self._size = 0
+        for _ in range(_TRIES):
+            size = len(storage)
+            if size == 0:
+                break
+            try:
+                return choose(storage, size, count, generator)
+            except NotFoundError:  # rows were removed at this moment
+                self._size = 0
         return None
 
     def _next(

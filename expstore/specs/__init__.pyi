@@ -31,6 +31,7 @@ from expstore.specs.json_text import from_text as from_text
 from expstore.specs.json_text import to_text as to_text
 from expstore.specs.non_tensor import Choice as Choice
 from expstore.specs.non_tensor import NonTensor as NonTensor
+from expstore.specs.rollout import Rollout as Rollout
 from expstore.specs.stacked import Stacked as Stacked
 from expstore.specs.stacked import StackedComposite as StackedComposite
 from expstore.specs.torchrl_specs import from_env as from_env
