@@ -52,6 +52,7 @@ from expstore.rate_limiters import SampleToInsertRatio as SampleToInsertRatio
 from expstore.samplers.base import Sampler as Sampler
 from expstore.samplers.consuming import ConsumingSampler as ConsumingSampler
 from expstore.samplers.filter import Where as Where
+from expstore.samplers.groups import GroupSampler as GroupSampler
 from expstore.samplers.prioritized import PrioritizedSampler as PrioritizedSampler
 from expstore.samplers.prioritized_slices import PrioritizedSliceSampler as PrioritizedSliceSampler
 from expstore.samplers.prompt_groups import PromptGroupSampler as PromptGroupSampler

@@ -195,6 +195,7 @@ def open(
         _NEW, mode=mode, storage=kept.kind, layout=kept.to_column_layout(), compression=kept.compression,
         schema=fields, specs=specs, meta=meta, seed=seed, traj_key=roles.traj, done_keys=roles.done,
         reward_key=roles.reward, reward_reduce=roles.reward_reduce, done_reduce=roles.done_reduce,
+        group_key=roles.group, group_size=roles.group_size,
         durability="sync" if lasting.sync else "process", min_free_bytes=lasting.min_free_bytes,
         on_sigterm=lasting.on_sigterm, window=window,
     ).with_retention(retain)  # fmt: skip

@@ -175,10 +175,13 @@ class EpisodeKeys:
             "max".
         done_reduce: Whether a row with several flags ends its episode if "any" of them is set (the default),
             or only if "all" are.
+        group: Field with one integer or text per row, or name of a fact of episodes (`episode_info`). The
+            episodes whose first rows have the same value are a group; see `rb.groups`.
+        group_size: How many episodes make a group complete; by default a group completes when it is closed.
 
     Raises:
-        ArgumentError: A key is neither a name nor a tuple of names; `done` is not a list, or a reduction is
-            unknown.
+        ArgumentError: A key is neither a name nor a tuple of names; `done` is not a list, a reduction is
+            unknown, or `group_size` is not a whole number of at least 1.
 
     Example:
         >>> keys = expstore.EpisodeKeys(traj="robot", done=[("next", "fell"), ("next", "truncated")])
@@ -190,9 +193,11 @@ class EpisodeKeys:
     reward: FieldKey | None = None
     reward_reduce: Literal["sum", "mean", "min", "max"] | None = None
     done_reduce: Literal["any", "all"] | None = None
+    group: FieldKey | None = None
+    group_size: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("traj", "reward"):
+        for name in ("traj", "reward", "group"):
             if (key := getattr(self, name)) is not None:
                 check_key(name, key)
         if self.done is not None:
@@ -204,6 +209,10 @@ class EpisodeKeys:
         for name, known in (("reward_reduce", REWARD_REDUCTIONS), ("done_reduce", DONE_REDUCTIONS)):
             if (value := getattr(self, name)) not in (None, *known):
                 raise ArgumentError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        if self.group_size is not None and check_count("group_size", self.group_size) < 1:
+            raise ArgumentError("group_size must be at least 1, got 0")
+        if self.group_size is not None and self.group is None:
+            raise ArgumentError(f"group_size={self.group_size} needs group", hint="name the field or fact")
 
     @classmethod
     def of(cls, given: EpisodeKeys | Mapping[str, Any] | None) -> EpisodeKeys:
@@ -238,9 +247,9 @@ class Batches:
         rate_limiter: How many rows may be sampled for each row that is written: a `MinSize` or a
             `SampleToInsertRatio`. `sample`, `extend` and `add` wait until it permits them.
         ragged: How drawn batches have tensors that differ in their first dim, after the transforms. "jagged":
-            nested tensors of torch, or arrays of objects. "padded": dense tensors with zeros, and beside a
+            nested tensors of torch, or arrays of objects. "padded": dense tensors with zeros, and with a
             field `x` the entries `x_lengths` and `x_mask`. "packed": the values of all rows in one tensor,
-            and beside it `x_cu_seqlens` and `x_position_ids`; the batch size is then `[]`. Rows that are read
+            and with it `x_cu_seqlens` and `x_position_ids`; the batch size is then `[]`. Rows that are read
             by index stay jagged.
         batch_tokens: Largest number of tokens of a drawn batch. It has as many whole rows of the draw as fit,
             at least one; the next batches have the others. Only for samplers that lose no row by it:

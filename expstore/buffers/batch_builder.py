@@ -79,6 +79,8 @@ class BatchBuilder(StorePart):
         self._ragged: RaggedForm = ragged
         #: How many tokens a drawn batch may have; None: any number.
         self.budget = budget
+        #: Whether drawn batches have other shapes, or fewer rows, than were asked for.
+        self.reshapes = ragged != "jagged" or budget is not None
         self._fitting: Schema | None = None  # whose fields fit the options
         self._generations = False
         self._finishers: tuple[Finisher, ...] = ()
@@ -116,13 +118,8 @@ class BatchBuilder(StorePart):
 
     # -- batches ---------------------------------------------------------------------------------
 
-    @property
-    def reshapes(self) -> bool:
-        """Whether drawn batches have other shapes, or fewer rows, than were asked for."""
-        return self._ragged != "jagged" or self.budget is not None
-
     def check_fields(self, schema: Schema | None) -> None:
-        """Check, before rows are drawn, that the options fit the fields. None: there are none yet.
+        """Check, before rows are drawn, that the options fit the fields. None: no rows have come yet.
 
         Raises:
             SchemaError: There is no field of tensors of different lengths, or an entry would replace a field.

@@ -13,10 +13,9 @@ import numpy as np
 
 from expstore.core.draw_state import DrawState
 from expstore.core.draws import Draws
-from expstore.core.values import Array, IntArray, Key, Selection
+from expstore.core.values import GROUP_ID, Array, IntArray, Key, Selection
 from expstore.errors import NotReadyError
 from expstore.samplers.base import Sampler
-from expstore.samplers.consuming import ConsumingSampler
 from expstore.samplers.filter import Filter
 from expstore.samplers.given_order import Missing, build_changed_error, find_present
 from expstore.samplers.token_budget import TokenBudget
@@ -72,7 +71,7 @@ class RecordedDraws(Sampler):
         self.is_followed = False
         self.prioritized, self.windowed = sampler.prioritized, sampler.windowed
         self._use = Use.LEASED if sampler.leases else Use.NONE
-        if isinstance(sampler, ConsumingSampler):
+        if sampler.counts_draws:
             self._use |= Use.COUNTED
         self._counted = -1  # number of draws in the counts that the sampler has; -1: unknown
 
@@ -107,7 +106,7 @@ class RecordedDraws(Sampler):
 
     def _count(self, storage: ReadView) -> None:
         """Give a sampler that counts the counts of all recorded draws, unless it has them."""
-        if isinstance(self._sampler, ConsumingSampler) and self._counted != self._log.count:
+        if self._sampler.counts_draws and self._counted != self._log.count:
             counts = ConsumerCounts(storage.geometry, storage.stored.last, *self._log.count_rows())
             self._sampler.count_in(counts)
             self._counted = self._log.count
@@ -116,7 +115,7 @@ class RecordedDraws(Sampler):
         """Stop evaluating the filter, and counting for the consumer."""
         if self._decides:
             self._sampler.detach()
-        if isinstance(self._sampler, ConsumingSampler):
+        if self._sampler.counts_draws:
             self._sampler.count_in(None)
 
     def refresh(self, storage: ReadView) -> None:
@@ -206,9 +205,12 @@ class RecordedDraws(Sampler):
         return find_present(storage, selection, draw, self._missing, changed=changed)
 
     def _take_part(self, selection: Selection) -> Selection:
-        """Return the rows of this rank: whole slices, or rows, as evenly as possible."""
+        """Return the rows of this rank: whole groups, slices, or rows, as evenly as possible."""
         ids = selection.ids
-        starts = _find_slices(selection) if self.windowed else np.arange(ids.size)
+        if (groups := selection.info.get(GROUP_ID)) is not None:
+            starts = np.flatnonzero(np.diff(groups, prepend=-1))
+        else:
+            starts = _find_slices(selection) if self.windowed else np.arange(ids.size)
         mine = np.array_split(starts, self._world)[self._rank]
         at = np.searchsorted(starts, mine[0]) + mine.size if mine.size else starts.size
         stop = starts[at] if at < starts.size else ids.size

@@ -34,6 +34,7 @@ from expstore.buffers.columns import Columns
 from expstore.buffers.consumer import Consumer, Consumers, Keep, Place
 from expstore.buffers.domain_checks import row_text, specs_of
 from expstore.buffers.episodes import Episodes
+from expstore.buffers.groups import Groups
 from expstore.buffers.indexing import StoredRows
 from expstore.buffers.ingest import Ingest
 from expstore.buffers.prefetch import Request
@@ -353,20 +354,27 @@ class ReplayBuffer:
             NotReadyError: The store is empty, or no more rows may be drawn.
         """
         as_numpy = self._as_numpy if as_numpy is None else as_numpy
-        batch, rows = self._sampling.next(Request(self._size(batch_size), as_numpy))
+        batch, rows = self._sampling.next(Request(self._size(batch_size, self._sampling.sampler), as_numpy))
         return (
             (batch, self._batches.info(self._store.storage, rows, batch, as_numpy=as_numpy))
             if return_info
             else batch
         )
 
-    def _size(self, batch_size: int | None) -> int:
+    def _size(self, batch_size: int | None, sampler: Any) -> int:
         """Return the number of rows of a batch.
 
         Raises:
             StateError: Neither the call nor the buffer has a batch size.
-            ArgumentError: As in `check_batch_size`.
+            ArgumentError: As in `check_batch_size`; the sampler decides how many rows a batch has.
         """
+        if getattr(sampler, "sizes_batches", False):
+            if batch_size is not None:
+                raise ArgumentError(
+                    f"batch_size={batch_size} cannot be used: {sampler!r} decides how many rows a batch has",
+                    hint="leave batch_size out",
+                )
+            return 1
         size = self._batch_size if batch_size is None else batch_size
         if type(size) is int and 0 < size <= MOST_BATCH_ROWS:
             return size
@@ -448,7 +456,7 @@ class ReplayBuffer:
             sampler = order = GivenOrder(manifest, missing=missing)
             order.check(self._store.check_open().last, batch_size)
             batch_size = order.batch_size
-        size = self._size(batch_size)
+        size = self._size(batch_size, sampler)
         self._consumers = [one for one in self._consumers if not one.closed]
         others = [self._sampling.sampler, *(one.sampler for one in self._consumers)]
         consumer = Consumer(
@@ -549,7 +557,7 @@ class ReplayBuffer:
                 return
 
     def _check_iterable(self) -> None:
-        if self._batch_size is None:
+        if self._batch_size is None and not self._sampling.sampler.sizes_batches:
             raise StateError(
                 "Cannot iterate over the replay buffer. Batch_size was not specified during construction of "
                 "the replay buffer",
@@ -571,7 +579,8 @@ class ReplayBuffer:
         Raises:
             StateError: Neither the call nor the buffer has a batch size.
         """
-        return self._sampling.sampler.can_sample(self._store.storage, self._size(batch_size))
+        sampler = self._sampling.sampler
+        return sampler.can_sample(self._store.storage, self._size(batch_size, sampler))
 
     def count_candidates(self, batch_size: int) -> int:
         """Return from how many rows, or slices, a batch would be drawn; `where` is not evaluated."""
@@ -905,6 +914,15 @@ class ReplayBuffer:
             >>> rb.episodes.end("robot-1")
         """
         return Episodes(self._store)
+
+    @property
+    def groups(self) -> Groups:
+        """Query groups of episodes by calling it; its methods close and discard groups.
+
+        Example:
+            >>> rb.groups("status = 'complete'", order_by="std_return DESC")
+        """
+        return Groups(self._store)
 
     @property
     def columns(self) -> Columns:

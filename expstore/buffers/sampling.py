@@ -258,7 +258,8 @@ class Sampling(StorePart):
         """
         if storage.closed:
             raise build_closed_error()
-        self._batches.check_fields(storage.schema)
+        if self._batches.reshapes:
+            self._batches.check_fields(storage.schema)
         if not self.sampler.count_left(storage):
             raise self.sampler.build_no_rows_error(storage)
 

@@ -23,6 +23,7 @@ LOCK_ORDER = (
     "storage",  # anything is written
     "cut",  # the journal's oldest segments are removed; only tried, never waited for
     "sync",
+    "groups",  # the groups of episodes are followed
     "catalog",
     "sampled",
     "runs",  # the index of episodes' steps

@@ -242,6 +242,10 @@ class Mass(NamedTuple):
     left: int | None = None
 
 
+#: The column of a batch that says to which group each row belongs.
+GROUP_ID: Key = ("group_id",)
+
+
 @dataclass(frozen=True, slots=True)
 class Selection:
     """The rows that a sampler drew.

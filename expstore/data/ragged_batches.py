@@ -23,7 +23,7 @@ class _Lengths(NamedTuple):
 
 
 def to_dense(batch: Any, form: RaggedForm) -> TensorDict:
-    """Replace each jagged tensor, and add two entries beside it, which are named by it.
+    """Replace each jagged tensor, and add two entries with it, which are named by it.
 
     "padded": `x` has shape `(n, longest, ...)`, with zeros after the end of a row; `x_lengths` has the
     lengths, int64, shape `(n,)`; `x_mask` is True where `x` has values of a row, bool, shape `(n, longest)`.

@@ -440,7 +440,7 @@ class File:
         return True
 
     @contextlib.contextmanager
-    def locked(self, *, shared: bool = False) -> Iterator[None]:
+    def hold_lock(self, *, shared: bool = False) -> Iterator[None]:
         """Wait for the advisory lock (flock) of this descriptor, and hold it.
 
         Args:

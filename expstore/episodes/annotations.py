@@ -7,17 +7,20 @@ not change its arguments.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from expstore.errors import SchemaError
+
+#: The fact that says to which group an episode belongs, and in its first episode how the group was ended.
+GROUP = "_group"
 
 
 def pack_info(info: Mapping[str, Any] | None) -> str:
     """Return facts as JSON text; "" for no facts.
 
     Raises:
-        SchemaError: JSON cannot represent one of them.
+        SchemaError: JSON cannot represent one of them, or its name is the store's own.
     """
     if info is None:
         return ""
@@ -31,6 +34,8 @@ def pack_info(info: Mapping[str, Any] | None) -> str:
     for key, value in info.items():
         if not isinstance(key, str):
             raise _build_error(key, f"a key must be text, not {type(key).__name__}")
+        if key == GROUP:
+            raise SchemaError(f"info {GROUP!r} is the store's own", hint="use another name")
         _check(key, value)
     text = json.dumps(dict(info), ensure_ascii=False)
     try:
@@ -58,6 +63,27 @@ def merge_info(text: str, changes: str) -> str:
         else:
             info[key] = value
     return json.dumps(info, ensure_ascii=False) if info else ""
+
+
+def split_groups(info: str) -> tuple[str, Iterator[str] | None]:
+    """Split the info of a batch: the info of its episodes, and that of each episode that begins there.
+
+    Args:
+        info: What `expstore.episodes.groups.add_groups` returned. Without groups the second part is None.
+    """
+    if GROUP not in info or (groups := (facts := json.loads(info)).pop(GROUP, None)) is None:
+        return info, None
+    rest = json.dumps(facts, ensure_ascii=False) if facts else ""
+    return rest, (merge_info(rest, json.dumps({GROUP: one}, ensure_ascii=False)) for one in groups)
+
+
+def drop_end(info: str) -> str:
+    """Return the info of an episode for another store, in which its group has not been ended."""
+    facts = json.loads(info) if GROUP in info else {}
+    if GROUP not in facts:
+        return info
+    facts[GROUP].pop("end", None)
+    return json.dumps(facts, ensure_ascii=False)
 
 
 def _check(key: str, value: Any) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 from expstore.core import tuning
 from expstore.core.id_set import IdSet
 from expstore.core.values import Array, IntArray
-from expstore.episodes.annotations import merge_info
+from expstore.episodes.annotations import merge_info, split_groups
 from expstore.episodes.fragments import CapturedFragments, Fragments, cut_out, find_fragments, last_ids
 from expstore.episodes.log import Episode, LogEntry
 from expstore.episodes.segmentation import (
@@ -528,9 +528,11 @@ class EpisodeTable:
         if self.heirs:
             for segment in segments:
                 self._note_continued(segment.source, segment.episode, is_row=True)
+        info, groups = split_groups(info) if info else ("", None)
         alone = merge_info("", info) if info else ""  # once: most of a batch's episodes have none yet
         for segment in segments:
-            self._commit_segment(segment, first_id, time, sequence, (info, alone), entries)
+            text = alone if groups is None or not segment.flags & NEW else next(groups)
+            self._commit_segment(segment, first_id, time, sequence, (info or text, text), entries)
         if self.fragments.crowded:
             self.evict(self._low)
         return entries

@@ -23,6 +23,7 @@ from expstore.core.parsing import INVALID
 from expstore.core.values import Array, IntArray, Key, key_name
 from expstore.disk.atomic_build import build_atomically
 from expstore.disk.files import Disk
+from expstore.episodes.annotations import drop_end
 from expstore.episodes.fragments import find_fragments
 from expstore.episodes.segmentation import (
     HAS_TRAJECTORY,
@@ -275,7 +276,7 @@ class Filler:
             source = self._source(known, made.sources)
             progress, begins = self._find(name, step, (source, known.trajectory))
             if begins and known.info:
-                noted.append((progress.number, known.info))
+                noted.append((progress.number, drop_end(known.info)))
             start, last = first - first_id, first - first_id + (count - 1) * stride
             rows = slice(start, last + 1, stride)
             status = known.status if step + count == known.length else OPEN

@@ -380,7 +380,7 @@ def _find_extras(
 
 
 def _type_at(table: Any, path: Key) -> Any:
-    """Return the type of a column, or of a member of objects; None if there is none."""
+    """Return the type of a column, or of a member of objects; None if it has no type."""
     kind = pa.struct(list(table))
     for name in path:
         if not pa.types.is_struct(kind) or kind.get_field_index(name) < 0:

@@ -413,7 +413,7 @@ def merge_types(one: Any, two: Any) -> Any:
     """Return the type of values that have one of two types.
 
     Raises:
-        TypeError: There is none; the message has both types.
+        TypeError: No type has both; the message names both.
 
     >>> import pyarrow as pa
     >>> from expstore.exchange.table_files import merge_types

@@ -7,6 +7,7 @@ from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import ConsumingSampler
 from expstore.samplers.ensemble import SamplerEnsemble
 from expstore.samplers.filter import Where
+from expstore.samplers.groups import GroupSampler
 from expstore.samplers.prioritized import PrioritizedSampler
 from expstore.samplers.prioritized_slices import PrioritizedSliceSampler
 from expstore.samplers.prompt_groups import PromptGroupSampler
@@ -20,6 +21,7 @@ from expstore.samplers.without_replacement import SamplerWithoutReplacement
 
 __all__ = [
     "ConsumingSampler",
+    "GroupSampler",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
     "PromptGroupSampler",

@@ -34,6 +34,7 @@ from expstore.storages.read_view import ids_to_weigh
 
 if TYPE_CHECKING:
     from expstore.core.draw_state import DrawState
+    from expstore.storages.columns.sample_counts import ConsumerCounts
     from expstore.storages.read_view import ReadView
 
 #: The file of `dumps`; TorchRL's name.
@@ -111,6 +112,10 @@ class Sampler(metaclass=SamplerKind):
     #: Whether a row that it drew does not come again soon, because it draws each row a fixed number of times.
     #: Retention then keeps the rows that a consumer has drawn and not committed.
     leases = False
+    #: Whether it draws by counts of rows: those of the storage, or those that `count_in` gives it.
+    counts_draws = False
+    #: Whether it decides how many rows a batch has; a batch size is then refused.
+    sizes_batches = False
     #: Whether it leaves rows that do not fit into a batch for the next draw, so that no row is lost.
     fits_tokens: ClassVar[bool] = False
     #: Whether it must be notified of new rows: its class overrides `on_write` or one of TorchRL's hooks.
@@ -192,6 +197,9 @@ class Sampler(metaclass=SamplerKind):
     def keep_progress_in(self, draws: DrawState) -> None:
         """Store the progress there, not with the draws of the storage; a copy does not get this."""
         self._own_draws = draws
+
+    def count_in(self, counts: ConsumerCounts | None) -> None:
+        """Draw by the counts of a consumer, and count there; None: in the storage. Only if `counts_draws`."""
 
     def _draws_of(self, storage: ReadView) -> DrawState:
         return storage.draws if self._own_draws is None else self._own_draws

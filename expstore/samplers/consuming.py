@@ -66,6 +66,7 @@ class ConsumingSampler(Sampler):
     """
 
     leases = True
+    counts_draws = True
     fits_tokens = True
     _transient = frozenset({"_live", "_mirrored", "_ran_out", "_own"})
     #: The counts of a consumer; None: those of the storage.
@@ -337,8 +338,9 @@ def consume_after(count: int | None, sampler: Sampler | None, *, prefetch: int |
         ArgumentError: `count` is not an integer; `count` is out of range, the sampler does not count rows up
             to `count`, or batches are prefetched.
     """
-    if prefetch and (count is not None or isinstance(sampler, ConsumingSampler)):
-        raise ArgumentError("Prefetching is not supported with ConsumingSampler and consume_after_n_samples")
+    if prefetch and (count is not None or (sampler is not None and sampler.counts_draws)):
+        name = "ConsumingSampler" if sampler is None else type(sampler).__name__
+        raise ArgumentError(f"Prefetching is not supported with {name} and consume_after_n_samples")
     if count is None:
         return RandomSampler() if sampler is None else sampler
     count = check_count("consume_after_n_samples", count)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from expstore.core.values import Key, key_name
 from expstore.errors import SchemaError
-from expstore.schema.schema import OBJECT, Schema
+from expstore.schema.schema import OBJECT, Field, Schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,7 @@ class Keys:
     """Name the fields that describe a row's role in its episode; None for fields that a store lacks.
 
     `reward_reduce` and `done_reduce` say how several values of a row become one; None uses the default.
+    `group` is a field, or the name of a fact of episodes; `group_size` is how many episodes a group has.
     """
 
     trajectory: Key | None = None
@@ -30,6 +31,9 @@ class Keys:
     mask: Key | None = None
     reward_reduce: str | None = None
     done_reduce: str | None = None
+    group: Key | None = None
+    group_size: int | None = None
+    version: Key | None = None
 
 
 #: How several rewards, or several flags, of a row become one. The first is the default.
@@ -47,6 +51,8 @@ def find_keys(
     reward: Key = REWARD,
     reward_reduce: str | None = None,
     done_reduce: str | None = None,
+    group: Key | None = None,
+    group_size: int | None = None,
 ) -> Keys:
     """Find the fields that describe a row's role in its episode.
 
@@ -61,6 +67,8 @@ def find_keys(
         reward: Field that is summed up.
         reward_reduce: How several rewards of a row become one, see `REWARD_REDUCTIONS`.
         done_reduce: How several flags of a row become one, see `DONE_REDUCTIONS`.
+        group: Field that says which episodes are a group; if there is no such field, the name of a fact.
+        group_size: How many episodes a group has.
 
     Raises:
         SchemaError: A key that was passed does not name a suitable field, or end fields have different
@@ -90,12 +98,16 @@ def find_keys(
         done = next(iter(named.values()), None)
     else:
         # Root flags describe the observation before the step; they count only if there is no "next".
-        group: Key = ("next",) if any(key[0] == "next" for key in schema.keys) else ()
+        root: Key = ("next",) if any(key[0] == "next" for key in schema.keys) else ()
         several = done_reduce is not None
         terminated, truncated, done = (
-            first((*group, name), several=several) for name in ("terminated", "truncated", "done")
+            first((*root, name), several=several) for name in ("terminated", "truncated", "done")
         )
     _check_alike(schema, [terminated, truncated, done])
+    if group is not None and group in schema and not _can_name(schema[group]):
+        raise SchemaError(
+            f"{key_name(group)!r} names groups, and is not a field with one integer or text per row"
+        )
     several = reward_reduce is not None
     if reward == REWARD:
         rewarded = first(reward, ("reward",), several=several)
@@ -113,7 +125,17 @@ def find_keys(
         mask=first(("collector", "mask")),
         reward_reduce=reward_reduce,
         done_reduce=done_reduce,
+        group=group,
+        group_size=group_size,
+        version=None if group is None else first(("policy_version",), integer=True),
     )
+
+
+def _can_name(field: Field) -> bool:
+    """Return whether the values of a field can be names of groups."""
+    if field.variable:
+        return field.arrow.strip('"') in ("string", "large_string")
+    return field.dtype != OBJECT and field.row_items == 1 and field.numpy_dtype.kind in "iu"
 
 
 def _check_alike(schema: Schema, ends: Sequence[Key | None]) -> None:

@@ -14,7 +14,7 @@ from expstore.schema.schema import Schema
 
 RaggedForm = Literal["jagged", "padded", "packed"]
 
-#: What is appended to the name of a ragged field for the entries beside it, by form.
+#: What is appended to the name of a ragged field for the entries with it, by form.
 ENTRIES: dict[str, tuple[str, ...]] = {
     "jagged": (),
     "padded": ("_lengths", "_mask"),

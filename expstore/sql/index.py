@@ -63,6 +63,7 @@ _RELATIONS = (
     "draws",
     "episodes",
     "fragments",
+    "groups",
     "meta",
     "priorities",
     "recent",

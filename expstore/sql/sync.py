@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
@@ -31,7 +32,10 @@ from expstore.storages.read_view import ReadView, read_stable
 from expstore.storages.stats import meta_relation
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from expstore.sql.delta import Delta
+    from expstore.sql.groups import Groups
     from expstore.sql.index import Index
     from expstore.sql.result import Result
 
@@ -81,6 +85,17 @@ class Catalog:
         self._whole = False  # whether the next commit must contain the whole store
         self._content = storage.epochs.content
         self._pid = os.getpid()
+        self._groups: Groups | None = None
+
+    @property
+    def groups(self) -> Groups:
+        """The groups of episodes; hold their `lock` and call `look` first."""
+        from expstore.sql.groups import Groups
+
+        if self._groups is None:
+            with self._lock:
+                self._groups = self._groups or Groups(self._storage)
+        return self._groups
 
     @_retry_damaged_index
     def query(
@@ -105,7 +120,8 @@ class Catalog:
         storage, until, attempt = self._storage, time.monotonic() + tuning.QUERY_RETRY_SECONDS, 0
 
         def answer() -> Result:
-            return index.query(sql, params, relations_of(storage, window, sql), read)
+            relations = relations_of(storage, window, sql)
+            return index.query(sql, params, replace(relations, groups=groups), read)
 
         while True:
             # If rows were overwritten during the query, run it again while holding the writer's lock. A
@@ -113,6 +129,7 @@ class Catalog:
             attempt += 1
             alone = attempt > 1 and not storage.follows
             with storage.lock if alone else contextlib.nullcontext():
+                groups = self._read_groups() if "groups" in sql.lower() else None
                 index = self.catch_up()
                 window, changes = storage.query_window, storage.changes.number
                 result = read_stable(storage, answer)
@@ -129,6 +146,14 @@ class Catalog:
                     f"the writer overwrote rows while the query read them, {attempt} times in a row",
                     hint="ask for less at once, or give the store a larger capacity",
                 )
+
+    def _read_groups(self) -> pa.Table | None:
+        """Return the relation `groups`; None if the store has no groups."""
+        if self._storage.keys.group is None:
+            return None
+        with self.groups.lock:
+            self.groups.look(self)
+            return self.groups.table()
 
     def episodes(
         self,

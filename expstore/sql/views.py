@@ -10,6 +10,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import duckdb
@@ -50,6 +51,24 @@ DRAWS = pa.schema(
         "id": pa.int64(),
         "weight": pa.float64(),
         "time": pa.timestamp("us"),
+    }
+)
+#: The relation `groups`.
+GROUPS = pa.schema(
+    {
+        "group_id": pa.int64(),
+        "key": pa.string(),
+        "status": pa.string(),
+        "reason": pa.string(),
+        "size": pa.int64(),
+        "members": pa.list_(pa.int64()),
+        "ended": pa.int64(),
+        "mean_return": pa.float64(),
+        "std_return": pa.float64(),
+        "min_version": pa.int64(),
+        "max_version": pa.int64(),
+        "start_time": pa.timestamp("us"),
+        "end_time": pa.timestamp("us"),
     }
 )
 _HALF = {"float16", "bfloat16"}
@@ -134,6 +153,7 @@ class Relations:
         rows: The row columns that `columns` begins with; needed if a field that follows has the name of a row
             column. None: every column with such a name is a row column.
         draws: Reads the relation `draws`; None: it has no rows.
+        groups: The relation `groups`; None: it has no rows.
     """
 
     columns: Sequence[Column] = ()
@@ -143,6 +163,7 @@ class Relations:
     rows: Collection[str] | None = None
     recent: int = 0
     draws: Callable[[], pa.Table] | None = None
+    groups: pa.Table | None = None
 
     def attach(self, cursor: duckdb.DuckDBPyConnection, sql: str) -> list[ExpStoreError]:
         """Create the views that `sql` needs, on this cursor only; they last until it is closed.
@@ -158,6 +179,8 @@ class Relations:
             cursor.execute(_FRAGMENTS.format(low=int(self.window.low), high=int(self.window.last)))
         if "draws" in text:
             cursor.register("draws", DRAWS.empty_table() if self.draws is None else self.draws())
+        if "groups" in text:
+            cursor.register("groups", GROUPS.empty_table() if self.groups is None else self.groups)
         refused: list[ExpStoreError] = []
         if MAY_READ_ROWS.search(text):
             visible = self._show(cursor, sql, refused)
@@ -381,29 +404,33 @@ def quote(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 
-def select_episodes(where: str | None, order_by: str | None, limit: int | None) -> str:
-    """Return the query for some of the episodes.
+def select_rows(relation: str, id: str, where: str | None, order_by: str | None, limit: int | None) -> str:
+    """Return the query for some rows of a relation that has a column with ids.
 
     Raises:
         QueryError: `where` is not a single expression, or `order_by` is not a list of expressions.
         ArgumentError: A condition is not a string; the limit is negative, or not an integer.
     """
     # Each part is on its own line, so that a comment at its end hides nothing.
-    parts = ["SELECT * FROM episodes"]
+    parts = [f"SELECT * FROM {relation}"]
     if where is not None:
         _parse("where", where, where, "one SQL expression, as after WHERE")
         parts += ["WHERE (", where, ")"]
     if order_by is not None:
         _parse("order_by", order_by, f"first(0 ORDER BY {order_by}\n)", "SQL expressions, as after ORDER BY")
-        parts += ["ORDER BY", order_by, ", episode_id"]
+        parts += ["ORDER BY", order_by, f", {id}"]
     else:
-        parts.append("ORDER BY episode_id")
+        parts.append(f"ORDER BY {id}")
     if limit is not None:
         count = check_whole("limit", limit)
         if count < 0:
             raise ArgumentError(f"limit must be at least 0, got {count}")
         parts.append(f"LIMIT {count}")
     return "\n".join(parts)
+
+
+#: Return the query for some of the episodes.
+select_episodes = partial(select_rows, "episodes", "episode_id")
 
 
 def _parse(name: str, given: str, expression: str, expected: str) -> None:

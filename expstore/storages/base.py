@@ -25,6 +25,7 @@ from expstore.core.geometry import RingGeometry, check_ndim, round_up
 from expstore.core.spare_slots import spare_slots
 from expstore.core.values import Array, IntArray, key_name
 from expstore.disk.files import Disk
+from expstore.episodes.groups import add_groups
 from expstore.episodes.log import LogEntry
 from expstore.episodes.sessions import End, Resume, SessionKey
 from expstore.episodes.table import Assignment, Observations
@@ -644,6 +645,8 @@ def append_rows(
     assignment = table.assign(
         steps, source=source, observations=observations, low=window.low, first_id=first, time=time
     )
+    if storage.keys.group is not None:
+        info = add_groups(info, storage.keys, storage.require_schema(), columns, assignment.segments)
     rows = Rows(first, steps.count, columns, assignment, time, info, key)
     storage.write(rows)
     capacity = storage.geometry.capacity

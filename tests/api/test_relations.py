@@ -39,7 +39,7 @@ def test_every_column_can_be_queried(tmp_path: Path, layout: str, read_only: boo
         told = ask(client)
         assert list(told) == [
             "transitions", "recent", "episodes", "fragments", "sources", "priorities", "commits", "draws",
-            "meta",
+            "groups", "meta",
         ]  # fmt: skip
         for name, relation in told.items():
             columns = [column["sql"] for column in relation["columns"]]
@@ -79,6 +79,6 @@ def test_the_docs_say_the_same(tmp_path: Path) -> None:
         told = ask(client)
     assert set(told) == set(sections)
     for name, relation in told.items():
-        table = re.findall(r"^\| `(\w+)` \| (\w+) \| (.*?) \|$", sections[name], re.M)
+        table = re.findall(r"^\| `(\w+)` \| ([\w\[\]]+) \| (.*?) \|$", sections[name], re.M)
         found = [(one["name"], one["type"], one["description"]) for one in relation["columns"]]
         assert [one for one in found if one[2]] == table

@@ -27,8 +27,8 @@ README = (ROOT / "README.md").read_text()
 SERVER = "http://trainer:8420"
 #: Pages whose blocks run here. Before them only the first example of the front page, if they name it.
 PAGES = (
-    "collecting", "episodes", "exchange", "fields", "gymnasium", "images", "look", "processes", "sampling",
-    "server", "sql", "stable_baselines3", "torchrl",
+    "collecting", "episodes", "exchange", "fields", "groups", "gymnasium", "images", "look", "processes",
+    "sampling", "server", "sql", "stable_baselines3", "torchrl",
 )  # fmt: skip
 #: Pages with tests of their own, pages that test_site.py runs, and pages without blocks.
 OTHERS = (
@@ -178,7 +178,7 @@ def test_the_columns_of_every_relation_are_described(tmp_path: Path) -> None:
     told: dict[str, list[tuple[str, str]]] = {}
     for section in re.split(r"^### ", read_page("sql"), flags=re.MULTILINE)[1:]:
         name = section.splitlines()[0]
-        told[name] = re.findall(r"^\| `(\w+)` \| (\w+) \|", section, re.MULTILINE)
+        told[name] = re.findall(r"^\| `(\w+)` \| ([\w\[\]]+) \|", section, re.MULTILINE)
     rows = {"a": np.arange(9), "next": {"reward": np.ones(9), "done": np.arange(9) == 8}}
     sampler = expstore.ConsumingSampler(2)
     with expstore.open(tmp_path / "a.exp", capacity=10, sampler=sampler, batch_size=2) as rb:

@@ -49,7 +49,10 @@ _OTHER_STORES = {OWN_FOLDER}
 #: How several values of a row are reduced to one.
 _REDUCTIONS = {"reward_reduce": REWARD_REDUCTIONS, "done_reduce": DONE_REDUCTIONS}
 #: Settings with another public name: the names in `Layout` and `EpisodeKeys`.
-_PUBLIC_NAMES = {"storage": "layout", "traj_key": "traj", "done_keys": "done", "reward_key": "reward"}
+_PUBLIC_NAMES = {
+    "storage": "layout", "traj_key": "traj", "done_keys": "done", "reward_key": "reward",
+    "group_key": "group",
+}  # fmt: skip
 #: Maximum nesting of `meta`: deeper values are not shown by the server, nor by DuckDB.
 META_LEVELS = 100
 #: Files that may be in a folder in which the creation of a store was interrupted.
@@ -75,6 +78,8 @@ class Settings:
     reward_key: KeyLike | None = None
     reward_reduce: str | None = None
     done_reduce: str | None = None
+    group_key: KeyLike | None = None
+    group_size: int | None = None
     meta: dict[str, Any] | None = None
     flatten: bool = False
     schema: Schema | None = None
@@ -329,6 +334,8 @@ def _new(capacity: int | None, settings: Settings) -> Manifest:
         reward_key=REWARD if settings.reward_key is None else to_key(settings.reward_key),
         reward_reduce=settings.reward_reduce or (None if settings.reward_key is None else "sum"),
         done_reduce=settings.done_reduce,
+        group_key=None if settings.group_key is None else to_key(settings.group_key),
+        group_size=settings.group_size,
         flatten=settings.flatten,
         ndim=settings.ndim or 1,
         meta=settings.meta or {},
@@ -366,6 +373,8 @@ def _compare(path: Path, manifest: Manifest, capacity: int | None, settings: Set
         "reward_key": None if settings.reward_key is None else to_key(settings.reward_key),
         "reward_reduce": settings.reward_reduce,
         "done_reduce": settings.done_reduce,
+        "group_key": None if settings.group_key is None else to_key(settings.group_key),
+        "group_size": settings.group_size,
         "meta": settings.meta,
         "ndim": settings.ndim,
         "layout": _layout(settings, manifest),

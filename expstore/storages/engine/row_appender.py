@@ -67,8 +67,9 @@ class RowAppender:
     def suits(store: Store, schema: Schema, rows: int) -> bool:
         """Return whether rows can be appended in this way.
 
-        They cannot if fields mark that a row starts an episode or is masked, if several rows have trajectory
-        ids or are too long for the memtable, if each call is synced, or if the best rows are kept.
+        They cannot if fields mark that a row starts an episode or is masked, if episodes have groups, if
+        several rows have trajectory ids or are too long for the memtable, if each call is synced, or if the
+        best rows are kept.
         """
         keys = store.keys
         roles = keys.terminated, keys.truncated, keys.done, keys.reward, keys.trajectory
@@ -77,7 +78,7 @@ class RowAppender:
             store.schema is schema
             and not schema.variable
             and all(schema[key].row_items == 1 and schema[key].dtype != "bfloat16" for key in named)
-            and keys.start is keys.mask is None
+            and keys.start is keys.mask is keys.group is None
             and (keys.trajectory is None or rows == 1)
             and not store.checkpoints.durable
             and store.geometry.lanes == 1

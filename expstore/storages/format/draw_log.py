@@ -69,7 +69,7 @@ class Use(IntFlag):
     NONE = 0
     #: They are leased until the draw is committed.
     LEASED = 1
-    #: They are counted: a `ConsumingSampler` drew them.
+    #: They are counted: a sampler that draws by counts drew them.
     COUNTED = 2
 
 
@@ -610,7 +610,7 @@ class DrawLog:
         """Let no retention policy delete rows while a draw that leases its rows is recorded."""
         if self._leases is None:
             self._leases = self._disk.open(self._store / LEASES, create=True)
-        return self._leases.locked(shared=True)
+        return self._leases.hold_lock(shared=True)
 
     def close(self) -> None:
         """Sync, and close the files."""
@@ -724,7 +724,7 @@ class Leases:
 @contextlib.contextmanager
 def stop_leasing(disk: Disk, store: Path) -> Iterator[None]:
     """Let no draw that leases its rows be recorded for a while."""
-    with contextlib.closing(disk.open(store / LEASES, create=True)) as file, file.locked():
+    with contextlib.closing(disk.open(store / LEASES, create=True)) as file, file.hold_lock():
         yield
 
 

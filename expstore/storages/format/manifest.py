@@ -83,6 +83,8 @@ class Manifest:
         reward_key: Field whose sum is an episode's return.
         reward_reduce: How several rewards of a row are reduced to one; None: no reward was specified.
         done_reduce: How several flags of a row are reduced to one; None: as "any".
+        group_key: Field or fact that says which episodes are a group; None: there are no groups.
+        group_size: How many episodes a group has; None: as many as there are when it is closed.
         flatten: Whether all dims of a batch are rows (otherwise only the first is).
         meta: The user's own metadata.
         deleted: Rows that were deleted by a repair or retention, between readable rows.
@@ -112,6 +114,8 @@ class Manifest:
     reward_key: Key = ("next", "reward")
     reward_reduce: str | None = None
     done_reduce: str | None = None
+    group_key: Key | None = None
+    group_size: int | None = None
     flatten: bool = True
     meta: dict[str, Any] = field(default_factory=dict)
     deleted: IdSet = NO_IDS
@@ -146,6 +150,8 @@ class Manifest:
             "reward_key": None if self.reward_reduce is None else self.reward_key,  # found by its usual name
             "reward_reduce": self.reward_reduce,
             "done_reduce": self.done_reduce,
+            "group_key": self.group_key,
+            "group_size": self.group_size,
         }
 
     def find_keys(self, schema: Schema) -> Keys:
@@ -161,6 +167,8 @@ class Manifest:
             reward=self.reward_key,
             reward_reduce=self.reward_reduce,
             done_reduce=self.done_reduce,
+            group=self.group_key,
+            group_size=self.group_size,
         )
 
     def replace(self, **changes: Any) -> Manifest:
@@ -173,8 +181,9 @@ class Manifest:
         data["schema"] = self.schema.to_json() if self.schema else None
         data["ranking"] = dataclasses.asdict(self.ranking) if self.ranking else None
         data["specs"] = json.loads(self.specs) if self.specs else None
-        if self.window is None:
-            del data["window"]
+        for name in _OPTIONAL:
+            if data[name] is None:
+                del data[name]
         data["format"] = FORMAT
         data["gaps"] = pack_ids(self.deleted)
         data["crc32c"] = _checksum(data)
@@ -284,7 +293,8 @@ def _values_of(data: dict[str, Any]) -> dict[str, Any]:
     only place that checks their types and ranges.
     """
     data.pop("archive", None)  # `refuse_archive` looks at it
-    data.setdefault("window", None)  # only in stores that have a window
+    for name in _OPTIONAL:
+        data.setdefault(name, None)
     for name, is_valid in _CHECKS.items():
         if not is_valid(data[name]):
             raise ValueError(f"{_KEYS.get(name, name)!r} is {str(data[name])[:80]!r}")
@@ -296,6 +306,7 @@ def _values_of(data: dict[str, Any]) -> dict[str, Any]:
         "schema": Schema.from_json(data["schema"]) if data["schema"] else None,
         "traj_key": to_key(data["traj_key"]) if data["traj_key"] else None,
         "done_keys": tuple(map(to_key, data["done_keys"])) if data["done_keys"] else None,
+        "group_key": to_key(data["group_key"]) if data["group_key"] else None,
         "reward_key": to_key(data["reward_key"]),
         "deleted": unpack_ids(data.pop("gaps")),
         "dims": tuple(map(int, data["dims"])),
@@ -318,6 +329,8 @@ def _is_uuid(value: Any) -> bool:
     return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{32}", value) is not None
 
 
+#: Settings that expstore.json has only if they are set.
+_OPTIONAL = ("window", "group_key", "group_size")
 #: What the values of expstore.json may be, by key; the schema, gaps and specs have parsers of their own.
 _CHECKS: dict[str, Callable[[Any], bool]] = {
     "uuid": _is_uuid,
@@ -335,6 +348,8 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "reward_key": _is_key,
     "reward_reduce": lambda value: value is None or isinstance(value, str),
     "done_reduce": lambda value: value is None or isinstance(value, str),
+    "group_key": lambda value: value is None or _is_key(value),
+    "group_size": lambda value: value is None or _is_whole(value, 1, _MOST_ROWS),
     "flatten": lambda value: isinstance(value, bool),
     "keyed": lambda value: isinstance(value, bool),
     "window": lambda value: value is None or _is_whole(value, 1, _MOST_ROWS),
