@@ -215,7 +215,7 @@ class Gather:
             CorruptionError: Offsets of a batch are damaged.
             SchemaError: The rows together are more than one Arrow array can hold.
         """
-        return self._copy_node(column, _Runs(batches, starts, lengths))
+        return self._copy_node(column, _Runs(batches, starts, lengths), int(lengths.sum()))
 
     def sizes(self, column: _Node, batches: IntArray, starts: IntArray, lengths: IntArray) -> IntArray:
         """Return the bytes of runs of rows, computed from offsets alone. Shape `(n,)`.
@@ -266,34 +266,33 @@ class Gather:
             raise CorruptionError("offsets of a batch are damaged")
         return first, last
 
-    def _copy_node(self, node: _Node, runs: _Runs) -> pa.Array:
-        count = int(runs.lengths.sum())
+    def _copy_node(self, node: _Node, runs: _Runs, count: int) -> pa.Array:
+        """Return the values of runs, concatenated; `count` is their number."""
         valid, nulls = self._valid(node, runs, count)
         if isinstance(node.kind, pa.StructType):
-            parts = [self._copy_node(part, runs) for part in node.inner]
+            parts = [self._copy_node(part, runs, count) for part in node.inner]
             return pa.Array.from_buffers(node.kind, count, [valid], nulls, children=parts)
         if isinstance(node.kind, pa.FixedSizeListType):
             each = node.width
-            part = self._copy_node(
-                node.inner[0], _Runs(runs.batches, runs.starts * each, runs.lengths * each)
-            )
+            inner = _Runs(runs.batches, runs.starts * each, runs.lengths * each)
+            part = self._copy_node(node.inner[0], inner, count * each)
             return pa.Array.from_buffers(node.kind, count, [valid], nulls, children=[part])
         if node.text or node.inner:
-            offsets, inner = self._follow(node, runs, count)
+            offsets, inner, items = self._follow(node, runs, count)
             if node.text:
-                data = self._copy(node.buffer + 2, inner, 1)
+                data = self._copy(node.buffer + 2, inner, items, 1)
                 return pa.Array.from_buffers(node.kind, count, [valid, offsets, data], nulls)
-            part = self._copy_node(node.inner[0], inner)
+            part = self._copy_node(node.inner[0], inner, items)
             return pa.Array.from_buffers(node.kind, count, [valid, offsets], nulls, children=[part])
         if not node.width:
             bits, _ = self._bits(node.buffer + 1, runs, count)
             return pa.Array.from_buffers(node.kind, count, [valid, bits], nulls)
-        values = self._copy(node.buffer + 1, runs, node.width)
+        values = self._copy(node.buffer + 1, runs, count, node.width)
         return pa.Array.from_buffers(node.kind, count, [valid, values], nulls)
 
     def _valid(self, node: _Node, runs: _Runs, count: int) -> tuple[pa.Buffer | None, int]:
         """Return the validity bitmap of values (None: all are valid), and the number of nulls."""
-        if not self._where[runs.batches, node.buffer].any():
+        if not np.count_nonzero(self._where[runs.batches, node.buffer]):
             return None, 0
         bits, unset = self._bits(node.buffer, runs, count)
         return (bits, unset) if unset else (None, 0)
@@ -304,15 +303,15 @@ class Gather:
         unset = self._loops.copy_bits(sources, runs.starts, runs.lengths, out)
         return pa.py_buffer(out), int(unset)
 
-    def _copy(self, buffer: int, runs: _Runs, width: int) -> pa.Buffer:
-        out = np.empty(int(runs.lengths.sum()) * width, np.uint8)
+    def _copy(self, buffer: int, runs: _Runs, count: int, width: int) -> pa.Buffer:
+        out = np.empty(count * width, np.uint8)
         if out.size:
             sources = np.ascontiguousarray(self._where[runs.batches, buffer])
             self._loops.copy_runs(sources, runs.starts, runs.lengths, width, address_of(out))
         return pa.py_buffer(out)
 
-    def _follow(self, node: _Node, runs: _Runs, count: int) -> tuple[pa.Buffer, _Runs]:
-        """Return the offsets of lists, and the runs of the values in them."""
+    def _follow(self, node: _Node, runs: _Runs, count: int) -> tuple[pa.Buffer, _Runs, int]:
+        """Return the offsets of lists, the runs of the values in them, and the number of these values."""
         sources = np.ascontiguousarray(self._where[runs.batches, node.buffer + 1])
         if node.text:
             limits = self._sizes[runs.batches, node.buffer + 2]
@@ -332,12 +331,13 @@ class Gather:
         )
         if bad >= 0:
             raise CorruptionError("offsets of a batch are damaged")
+        items = int(offsets[-1])
         if node.width == 8:
-            return pa.py_buffer(offsets), inner
-        if offsets[-1] > _MOST_VALUES:
+            return pa.py_buffer(offsets), inner, items
+        if items > _MOST_VALUES:
             raise SchemaError(
-                f"these rows have {offsets[-1]} values, but an Arrow array has at most {_MOST_VALUES}",
+                f"these rows have {items} values, but an Arrow array has at most {_MOST_VALUES}",
                 hint="read fewer rows at once",
             )
         short: Array = offsets.astype(np.int32)
-        return pa.py_buffer(short), inner
+        return pa.py_buffer(short), inner, items
