@@ -13,7 +13,6 @@ import numpy as np
 import pyarrow as pa
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
-from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils.dlpack import from_dlpack
 
 from expstore.core.values import Array, IntArray, Key, key_name
@@ -183,14 +182,8 @@ def make_jagged(values: torch.Tensor, offsets: IntArray) -> torch.Tensor:
     if lengths.size:
         known = {"min_seqlen": int(lengths.min()), "max_seqlen": int(lengths.max())}
     starts = torch.from_numpy(offsets).to(values.device)
-    if values.requires_grad:
-        found: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, starts, **known)
-        return found
-    # What that function returns, but no view for autograd, which takes most of its time. torch keeps a length
-    # as the size of a tensor.
-    return NestedTensor(
-        values, starts, _metadata_cache={name: torch.zeros(size, 0) for name, size in known.items()}
-    )
+    found: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, starts, **known)
+    return found
 
 
 def make_strided(values: torch.Tensor, sizes: IntArray, starts: IntArray) -> torch.Tensor:

@@ -553,7 +553,7 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     for options, words in (
         (["--storage", "zarr"], "a zarr storage needs rows of fixed size"),
         (["--storage", "sqlite"], "use arrow or zarr"),
-        (["--storage", "arrow", "--format", "npz"], "applies to arrow, csv, parquet only"),
+        (["--storage", "arrow", "--format", "npz"], "applies to arrow, csv, jsonl, parquet only"),
     ):
         assert run(["import", source, str(tmp_path / "y.exp"), *options]) == 2
         assert words in capsys.readouterr().err
