@@ -233,8 +233,8 @@ def import_(
             "--format",
             metavar="NAME",
             help="arrow, atari-dqn, csv, d4rl, gen-dgrl, hdf5, jsonl, lerobot, minari, npz, openml, openx, "
-            "parquet, rlds, robomimic, roboset, rollouts (of language models), sb3, tensordict, vd4rl. "
-            "Default: recognized from SOURCE, if possible; rollouts never are.",
+            "parquet, rlds, robomimic, roboset, rollouts, sb3, tensordict, vd4rl. "
+            "Default: recognized from SOURCE, if possible; rollouts (of language models) never are.",
         ),
     ] = None,
     names: Annotated[
