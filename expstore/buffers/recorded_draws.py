@@ -236,7 +236,7 @@ class RecordedDraws(Sampler):
             if changed.any():
                 raise build_changed_error(f"draw {self.number}", selection.ids[changed])
             return
-        if Use.LEASED not in self._use:
+        if not self._use & Use.LEASED:
             self._record(storage, selection)
             return
         with self._log.leasing():

@@ -358,7 +358,7 @@ def _read_flat(reader: Any) -> None:
 
 
 def _read_parquet(path: Path) -> None:
-    parts = [table_files.ParquetPart(one) for one in table_import._parquet_files(path)]
+    parts = [table_files.ParquetPart(one) for one in table_import.parquet_files(path)]
     _read_tables(path, parts, table_import._read_facts(path / "episodes.parquet", pq.read_table))
 
 

@@ -15,7 +15,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum, IntFlag
+from enum import IntEnum
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,7 +63,7 @@ class Kind(IntEnum):
     COMMIT = 3
 
 
-class Use(IntFlag):
+class Use:
     """What a draw does to its rows."""
 
     NONE = 0
@@ -387,7 +387,7 @@ class DrawLog:
             if segment.leased_before < first:
                 return
 
-    def _read_ids(self, segment: _Segment, use: Use, first: int = 0) -> Iterator[tuple[int, IntArray]]:
+    def _read_ids(self, segment: _Segment, use: int, first: int = 0) -> Iterator[tuple[int, IntArray]]:
         """Yield number and ids of the draws of a segment that use their rows so, from number `first` on."""
         if not segment.length:
             self._scan(segment)
@@ -408,7 +408,7 @@ class DrawLog:
         last: int,
         progress: Sequence[int],
         ends: bool = False,
-        use: Use = Use.NONE,
+        use: int = Use.NONE,
     ) -> None:
         """Record a draw with the number `count`; see `Draw` and `Use` for the arguments.
 
@@ -468,7 +468,7 @@ class DrawLog:
         number: int,
         *body: Any,
         ends: bool = False,
-        use: Use = Use.NONE,
+        use: int = Use.NONE,
     ) -> int:
         """Write a record after the last one of the newest segment; return where it ends."""
         assert self._file is not None
@@ -476,7 +476,7 @@ class DrawLog:
         self._file.write(frame, segment.length)
         return segment.length + len(frame)
 
-    def _frame(self, kind: Kind, number: int, *body: Any, ends: bool = False, use: Use = Use.NONE) -> bytes:
+    def _frame(self, kind: Kind, number: int, *body: Any, ends: bool = False, use: int = Use.NONE) -> bytes:
         rest = b"".join((_NAMED.pack(number, kind, ends, use), *body))
         return _FRONT.pack(_FRONT.size + len(rest), google_crc32c.extend(self._salt, rest)) + rest
 
