@@ -278,10 +278,11 @@ class Consumer(StorePart):
                         self._prepare(number)
                     sampler.is_recorded = number < self._log.count
                     return self._sampling.next(request)
-                except BaseException as exc:
+                except RowsGoneError:
                     sampler.rewind(self._store.storage)
-                    if not isinstance(exc, RowsGoneError):
-                        raise
+                except BaseException:
+                    sampler.rewind(self._store.storage)
+                    raise
 
     def _prepare(self, number: int) -> None:
         """Let a draw be recorded, and its rows be readable, before this rank builds its part."""

@@ -324,11 +324,13 @@ class JsonPart(Part):
             return kind
         parts = {part.name: self._prune(part.type, (*path, part.name)) for part in kind}
         empty = [name for name, one in parts.items() if path and pa.types.is_null(one)]
-        self._note(f"{'.'.join((*path, name))!r} has no value in any row, and is left out" for name in empty)
+        self._report(
+            f"{'.'.join((*path, name))!r} has no value in any row, and is left out" for name in empty
+        )
         found = pa.struct([(name, one) for name, one in parts.items() if name not in empty])
         return found if found.num_fields or not path else pa.null()
 
-    def _note(self, notes: Iterable[str]) -> None:
+    def _report(self, notes: Iterable[str]) -> None:
         self.notes = list(dict.fromkeys([*self.notes, *notes]))
 
     def batches(self, rows: int, columns: list[str] | None = None) -> Iterator[Any]:
@@ -404,7 +406,7 @@ class JsonPart(Part):
             return found or None if path else found
         objects = isinstance(value, list) and bool(value) and isinstance(value[0], dict)
         if objects or (is_text and isinstance(value, dict | list)):
-            self._note([f"{'.'.join(path)!r} has objects or lists, which are stored as JSON text"])
+            self._report([f"{'.'.join(path)!r} has objects or lists, which are stored as JSON text"])
             return json.dumps(value, ensure_ascii=False)
         return value
 

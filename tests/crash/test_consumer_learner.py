@@ -1,4 +1,4 @@
-"""A learner that is killed again and again beside two writers: each group is committed exactly once.
+"""A learner that is killed again and again while two others write: each group is committed exactly once.
 
 The learner draws, trains, and commits every 50 batches. It is killed by SIGKILL at random moments, also while
 it saves a checkpoint or commits, and goes back to its checkpoint each time.
@@ -117,7 +117,7 @@ def live_once(learner: Learner, chance: random.Random) -> bool:
 
 @pytest.mark.guarantee(
     "consumers/once",
-    "A learner that is killed and goes back commits each slice exactly once, beside writers.",
+    "A learner that is killed and goes back commits each row exactly once, while others write.",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize(

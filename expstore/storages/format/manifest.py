@@ -84,7 +84,7 @@ class Manifest:
         reward_reduce: How several rewards of a row are reduced to one; None: no reward was specified.
         done_reduce: How several flags of a row are reduced to one; None: as "any".
         group_key: Field or fact that says which episodes are a group; None: there are no groups.
-        group_size: How many episodes a group has; None: as many as there are when it is closed.
+        group_size: How many episodes a group has; None: as many as have ended when it is closed.
         flatten: Whether all dims of a batch are rows (otherwise only the first is).
         meta: The user's own metadata.
         deleted: Rows that were deleted by a repair or retention, between readable rows.

@@ -158,15 +158,15 @@ def test_rows_that_replace_others_count(path: Path, shared: bool) -> None:
         rb.extend(score)
         c = rb.consumer("learner", sampler="without_replacement")
         reader = open_store(path, mode="r")
-        beside = reader.consumer("beside", sampler="without_replacement", batch_size=8)
-        old = c.sample(), beside.sample()
+        elsewhere = reader.consumer("elsewhere", sampler="without_replacement", batch_size=8)
+        old = c.sample(), elsewhere.sample()
         if shared:
             writer = pickle.loads(pickle.dumps(rb.share()))
             writer.extend(score[:2] + 20)
             writer.close()
         else:
             rb.extend(score[:2] + 20)
-        new = c.sample(), beside.sample()  # the other process does not see the rows before a checkpoint
+        new = c.sample(), elsewhere.sample()  # the other process does not see the rows before a checkpoint
         assert sorted(new[0]["score"].tolist()) == [2, 3, 4, 5, 6, 7, 20, 21]
         assert (new[1]["score"].sort()[0] == old[1]["score"].sort()[0]).all()
         ids = old[0]["id"][old[0]["score"] < 2].tolist()
@@ -174,12 +174,12 @@ def test_rows_that_replace_others_count(path: Path, shared: bool) -> None:
         assert (next(c.replay(1))["score"] == new[0]["score"]).all()
         for number in (0, 1):
             with pytest.raises(RowsChangedError, match=": 2 "):
-                list(beside.replay(number, number))
+                list(elsewhere.replay(number, number))
         rb.flush()
-        last = beside.sample()
+        last = elsewhere.sample()
         assert sorted(last["score"].tolist()) == [2, 3, 4, 5, 6, 7, 20, 21]
-        assert (next(beside.replay(2))["score"] == last["score"]).all()
-        beside.close()
+        assert (next(elsewhere.replay(2))["score"] == last["score"]).all()
+        elsewhere.close()
         reader.close()
 
 

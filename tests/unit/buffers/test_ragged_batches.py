@@ -145,8 +145,8 @@ def test_entries_of_other_kinds_stay_and_batch_sizes_fit() -> None:
     assert (packed.batch_size, packed["next"].batch_size) == ((), ())
     added = {"padded": {"_lengths", "_mask"}, "packed": {"_cu_seqlens", "_position_ids"}}
     for form, batch in (("padded", padded), ("packed", packed)):
-        beside = {name + ending for name in ("tokens", "flags") for ending in added[form]}
-        assert set(batch.keys()) == set(plain.keys()) | beside
+        entries = {name + ending for name in ("tokens", "flags") for ending in added[form]}
+        assert set(batch.keys()) == set(plain.keys()) | entries
         assert list(batch["text"]) == list(plain["text"])
         assert batch["image"].is_nested
         assert torch.equal(batch["id"], plain["id"])
