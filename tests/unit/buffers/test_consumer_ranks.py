@@ -215,7 +215,7 @@ def test_a_torn_commit_of_a_rank_counts_as_none(group: Group) -> None:
     "consumers/fence", "Ranks of a consumer's former number of ranks can neither draw nor commit."
 )
 def test_former_ranks_are_fenced(group: Group) -> None:
-    first, second = ranks = group.ranks(2)
+    first, second = ranks = group.ranks(2, timeout=5)
     step(ranks)
     first.close()
     group.rb.consumer("learner", rank=0, world=1).close()
