@@ -393,7 +393,8 @@ class Groups:
 
     def count(self, status: str) -> int:
         """Return how many groups have a status."""
-        return sum(group.status == status for group in self.by_id.values())
+        with self.lock:
+            return sum(group.status == status for group in self.by_id.values())
 
     def end(self, catalog: Catalog, number: int, status: str, reason: str = "") -> Group:
         """Close or discard a group, durably.

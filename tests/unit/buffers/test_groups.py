@@ -487,6 +487,31 @@ def test_no_group_is_drawn_in_part_beside_a_writer(tmp_path: Path) -> None:
         assert set(drawn.values()) == {1}
 
 
+def test_no_group_comes_while_groups_are_counted_for_a_message(tmp_path: Path) -> None:
+    with opened(tmp_path / "a.exp", sampler=GroupSampler(5)) as rb:
+        fill(rb, 0, 1)
+        groups = rb._store.catalog.groups
+        could_write = []
+
+        class Counted:
+            """A group; when its status is read, another thread tries to change the groups."""
+
+            @property
+            def status(self) -> str:
+                def change() -> None:
+                    could_write.append(groups.lock.acquire(blocking=False))
+
+                thread = threading.Thread(target=change)
+                thread.start()
+                thread.join()
+                return "open"
+
+        rb.groups()
+        groups.by_id[99] = Counted()
+        assert groups.count("open") == 1
+        assert could_write == [False]
+
+
 def test_a_recorded_draw_whose_group_is_evicted_does_not_come_again_smaller(tmp_path: Path) -> None:
     with opened(tmp_path / "a.exp", capacity=30) as rb:
         fill(rb, 0, 2)
