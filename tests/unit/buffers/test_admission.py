@@ -109,7 +109,7 @@ def test_older_versions_come_first_and_delay_no_group_too_much(tmp_path: Path) -
         assert drawn(learner) + drawn(learner) == [old.id, new[0].id]
 
 
-def test_groups_that_were_not_started_have_turns_too(tmp_path: Path) -> None:
+def test_groups_that_were_not_started_delay_others_too(tmp_path: Path) -> None:
     with opened(tmp_path / "a.exp") as rb:
         learner = learn(rb, max_lag=2)
         for key in (5, 6):
