@@ -104,7 +104,7 @@ class Run:
 
 @pytest.mark.guarantee(
     "consumers/grpo",
-    "A GRPO learner that is killed trains on each group once, on none that lags too far, and has the same losses.",
+    "A killed GRPO learner trains on each group once and on none that lags too far, with the same losses.",
 )
 @pytest.mark.slow
 def test_kills_change_no_step_and_no_group(tmp_path: Path) -> None:
