@@ -39,24 +39,18 @@ END = TEXT.index(".")
 LONGEST = 3  # tokens of an answer
 SUMS = [(first, second) for first in range(10) for second in range(10)]
 
-BY_VERSION = """
-    SELECT policy_version // 20 * 20 AS version, count(*) AS answers, round(avg(next.reward), 2) AS right,
-           count(DISTINCT prompt) AS prompts
-    FROM transitions GROUP BY version ORDER BY version
-"""
-
-
-def encode(text: str) -> list[int]:
-    return [TEXT.index(letter) for letter in text]
-
 
 def decode(tokens: list[int]) -> str:
     """Return an answer up to its end; tokens after it mean nothing."""
     return "".join(TEXT[token] for token in tokens).partition(".")[0]
 
 
-PROMPTS = torch.tensor([encode(f"{first}+{second}=") for first, second in SUMS])
-ANSWERS = torch.tensor([encode(f"{first + second}.".ljust(LONGEST, ".")) for first, second in SUMS])
+def encode(texts: list[str]) -> torch.Tensor:
+    return torch.tensor([[TEXT.index(letter) for letter in text] for text in texts])
+
+
+PROMPTS = encode([f"{first}+{second}=" for first, second in SUMS])
+ANSWERS = encode([f"{first + second}.".ljust(LONGEST, ".") for first, second in SUMS])
 
 
 class Adder(nn.Module):
@@ -91,10 +85,7 @@ class Adder(nn.Module):
     def count_right(self) -> int:
         """Return how many of all sums it answers right, with the most likely letters."""
         answers, _ = self.answer(PROMPTS, greedy=True)
-        return sum(
-            decode(row) == str(first + second)
-            for row, (first, second) in zip(answers.tolist(), SUMS, strict=True)
-        )
+        return sum(decode(row) == str(sum(SUMS[at])) for at, row in enumerate(answers.tolist()))
 
 
 # -- rollout processes --------------------------------------------------------------------------------
@@ -156,8 +147,8 @@ class Rollouts:
                 raise RuntimeError(f"rollout process {number} failed with exit code {process.exitcode}")
             # Another process of this number may have written rows already: other random numbers.
             seed = hash((self.seed, number, self.rb.write_count))
-            arguments = (self.rb, self.weights, seed)
-            process = multiprocessing.get_context("fork").Process(target=roll_out, args=arguments)
+            fork = multiprocessing.get_context("fork")
+            process = fork.Process(target=roll_out, args=(self.rb, self.weights, seed))
             process.start()
             self.processes[number] = process
             print(f"rollout process {number} has id {process.pid}", flush=True)
@@ -200,6 +191,7 @@ class Learner:
         else:
             self._warm_up()
             self.publish()
+            self.save()
 
     def _warm_up(self) -> None:
         """Learn from right answers for a moment."""
@@ -268,16 +260,17 @@ def train(folder: Path, steps: int, seed: int) -> bool:
                 right = learner.model.count_right()
             print(f"step {learner.step}: loss {loss:.9f}, lag {lag}, {right} sums are right", flush=True)
         rollouts.stop()
-        print(rb.sql(BY_VERSION))
+        by_version = (
+            "SELECT policy_version // 20 * 20 AS version, count(*) AS answers, avg(next.reward) AS right"
+        )
+        print(rb.sql(f"{by_version} FROM transitions GROUP BY version ORDER BY version"))
     return right >= GOAL * len(SUMS)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Train; return 0 if the goal is reached."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--path", type=Path, default=Path("runs/grpo"), help="folder of the store and the weights"
-    )
+    parser.add_argument("--path", type=Path, default=Path("runs/grpo"), help="folder of store and weights")
     parser.add_argument("--steps", type=int, default=1000, help="largest number of steps")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
