@@ -74,8 +74,8 @@ async def start_group(
 ) -> Started:
     """Start a group, unless it or one after it would lag too much when the consumer draws it.
 
-    Its place is freed when it is complete, fails or is discarded, and at the end of the session. Status 409:
-    no such consumer is open on this server, or it has no limit of the lag.
+    Its place is freed when it is complete, fails or is discarded, and at the end of the session. Status 409
+    with kind `not_ready`: no such consumer with a limit of the lag is open on this server.
     """
     key = read_key(idempotency_key)
     holder = None if session is None else remote_session(session)

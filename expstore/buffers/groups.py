@@ -172,10 +172,12 @@ class Groups:
             The group, which may be used in a `with` statement.
 
         Raises:
-            ArgumentError: A value is not allowed, or the learner does not have this version yet.
-            NotReadyError: The group would be too far behind; `version` and `lag` of the error say how far.
-            StateError: No such consumer is open in the process that writes, or it does not limit the lag in
-                the order "oldest"; the store has no groups, is closed, or is open for reading only.
+            ArgumentError: A value is not allowed, the learner does not have this version yet, or several
+                consumers limit the lag.
+            NotReadyError: The group would be too far behind: `version` and `lag` of the error say how far. Or
+                no consumer with a `GroupSampler` that has a `max_lag` and the order "oldest" is open in the
+                process that writes.
+            StateError: The store has no groups, is closed, or is open for reading only.
 
         Example:
             >>> rb = expstore.open("run.exp", episodes={"group": "prompt_id", "group_size": 8})
@@ -194,16 +196,20 @@ class Groups:
             number = check_whole("version", version() if callable(version) else version)
             if number < 0:
                 raise ArgumentError(f"version must be at least 0, got {number}")
-            id, lag = self._try_start(number, consumer)
-            if id is not None:
-                return StartedGroup(id, number, lag, self._end)
-            if (left := until - time.monotonic()) <= 0:
+            try:
+                id, lag = self._try_start(number, consumer)
+            except NotReadyError as exc:  # the consumer is not open yet
+                error = exc
+            else:
+                if id is not None:
+                    return StartedGroup(id, number, lag, self._end)
                 error = NotReadyError(
                     f"no group of version {number} can be started: it, or one after it, would lag {lag} "
                     "versions when it is drawn, more than max_lag of the consumer",
                     hint="use newer weights: version= may be a function, and timeout= the seconds to wait",
                 )
                 error.version, error.lag = number, lag
+            if (left := until - time.monotonic()) <= 0:
                 raise error
             time.sleep(min(pause, left))
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -229,12 +235,17 @@ class Groups:
         found = [one for one in self._store.find_parts(Consumer) if one.admits]
         if consumer is not None:
             found = [one for one in found if one.name == consumer]
-        if len(found) != 1:
+        if not found:
             which = "consumer" if consumer is None else f"consumer {consumer!r}"
-            raise StateError(
-                f"{len(found)} open consumers limit the lag of groups, and start() needs one {which}",
-                hint="in the process that writes, open it with GroupSampler(..., max_lag=) and the order "
-                "'oldest'; of several pass the name",
+            raise NotReadyError(
+                f"no {which} that limits the lag of groups is open in the process that writes",
+                hint="open it there, with GroupSampler(..., max_lag=) and the order 'oldest'",
+            )
+        if len(found) > 1:
+            names = ", ".join(one.name for one in found)
+            raise ArgumentError(
+                f"{len(found)} open consumers limit the lag of groups: {names}",
+                hint="pass the name: start(version=..., consumer=...)",
             )
         return found[0].start_group(version, session)
 

@@ -10,6 +10,7 @@ import bisect
 import contextlib
 import heapq
 import json
+import logging
 import math
 import threading
 import time
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView
     from expstore.storages.run_index import Runs
 
+_logger = logging.getLogger("expstore")
 #: What is read of episodes; times are microseconds since 1970.
 _KINDS = pa.schema(
     {
@@ -388,6 +390,7 @@ class Groups:
         with self.lock:
             lost = [place.id for place in self.places.values() if place.session in sessions]
         for number in lost:
+            _logger.warning("group %d is lost: the worker that started it has ended", number)
             with contextlib.suppress(NotFoundError, StateError):  # it has ended meanwhile
                 self.end_place(catalog, number, "abandoned", "lost")
 

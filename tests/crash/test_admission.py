@@ -95,7 +95,7 @@ KEYS = ("group", "member", "policy_version")
 @pytest.mark.guarantee("consumers/admission")
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("batches", "kills"), [(80, 3), pytest.param(1500, 100, marks=[pytest.mark.torture])]
+    ("batches", "kills"), [(80, 3), pytest.param(1900, 100, marks=[pytest.mark.torture])]
 )
 def test_a_killed_program_draws_whole_groups_once_and_none_too_late(
     batches: int, kills: int, tmp_path: Path, long_seed: int, count_cases: Callable[..., None]

@@ -440,18 +440,31 @@ def test_wrong_uses(tmp_path: Path) -> None:
         for sampler in (GroupSampler(1), GroupSampler(1, "random", max_lag=1), expstore.RandomSampler()):
             size = None if isinstance(sampler, GroupSampler) else 1
             with rb.consumer("other", sampler=sampler, batch_size=size):
-                with pytest.raises(StateError, match="0 open consumers limit the lag"):
+                with pytest.raises(NotReadyError, match="no consumer that limits the lag"):
                     rb.groups.start(version=0)
         with learn(rb), rb.consumer("critic", sampler=GroupSampler(1, max_lag=0)):
-            with pytest.raises(StateError, match="2 open consumers"):
+            with pytest.raises(ArgumentError, match="2 open consumers .*: learner, critic"):
                 rb.groups.start(version=0)
             rb.groups.start(version=0, consumer="learner")
             assert refused(lambda: rb.groups.start(version=0, consumer="critic")) == (0, 1)
-            with pytest.raises(StateError, match="consumer 'nobody'"):
-                rb.groups.start(version=0, consumer="nobody")
+            with pytest.raises(NotReadyError, match="no consumer 'judge'"):
+                rb.groups.start(version=0, consumer="judge")
         rb.flush()
         with opened(tmp_path / "a.exp", mode="r") as reader, pytest.raises(StateError):
             reader.groups.start(version=0)
+
+
+def test_it_waits_until_the_consumer_is_open(tmp_path: Path) -> None:
+    with opened(tmp_path / "a.exp") as rb:
+        opens = [0]
+
+        def version() -> int:
+            opens[0] += 1
+            if opens[0] == 2:
+                learn(rb)
+            return 0
+
+        assert rb.groups.start(version=version, timeout=60.0).lag == 0
 
 
 def test_threads_start_no_group_too_many(tmp_path: Path) -> None:

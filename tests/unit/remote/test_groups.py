@@ -31,12 +31,14 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def server(path: Path) -> Iterator[Serving]:
-    with Serving(Settings(path=path.parent, clock=ManualClock(), sql_seconds=60.0)) as server:
+    with Serving(Settings(path=path.parent, clock=ManualClock(), sql_seconds=200.0)) as server:
         yield server
 
 
 def connect(server: Serving) -> Any:
-    return expstore.connect(f"http://127.0.0.1:{server.port}/run", retries=SOON, as_numpy=True)
+    # A process that answers SQL about groups loads numba first.
+    address = f"http://127.0.0.1:{server.port}/run"
+    return expstore.connect(address, retries=SOON, timeout=200.0, as_numpy=True)
 
 
 def write(rb: Any, group: int, version: int, members: int = 2) -> None:
@@ -92,7 +94,7 @@ def test_groups_are_queried_closed_and_discarded(server: Serving) -> None:
                 rb.groups.close(number)
         with pytest.raises(ArgumentError, match="reason must be text"):
             rb.groups.discard(3, reason="")
-        with pytest.raises(StateError, match="0 open consumers"):
+        with pytest.raises(NotReadyError, match="no consumer that limits the lag"):
             rb.groups.start(version=0)
 
 
