@@ -183,8 +183,7 @@ class Groups:
             >>> rb = expstore.open("run.exp", episodes={"group": "prompt_id", "group_size": 8})
             >>> sampler = expstore.GroupSampler(groups_per_batch=4, max_lag=2)
             >>> learner = rb.consumer("learner", sampler=sampler)
-            >>> group = rb.groups.start(version=learner.position["draw"])
-            >>> group.lag
+            >>> rb.groups.start(version=learner.position["draw"]).lag
             0
         """
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
