@@ -27,7 +27,6 @@ from expstore.buffers.sampling import Relabeling, Sampling
 from expstore.buffers.store_handle import StoreHandle, StorePart
 from expstore.buffers.torch_dataset import ConsumerDataset
 from expstore.core.arguments import check_whole
-from expstore.core.draw_state import DrawState
 from expstore.core.draws import DrawNumber, Draws
 from expstore.core.values import Selection
 from expstore.disk.files import Disk
@@ -161,13 +160,11 @@ class Consumer(StorePart):
             if decides:
                 cut_lost_draws(self._log, storage)
                 self._begin_generation()
-            state = DrawState(self._log.count, self._log.progress)
             draws = Draws(self._about.seed, _STREAM + rank)
-            self._state = state
             self._sampler = RecordedDraws(
-                chosen, self._log, state, draws, missing=missing, rank=rank, world=world, decides=decides
+                chosen, self._log, draws, missing=missing, rank=rank, world=world, decides=decides
             )
-            self._sampling = Sampling(store, batches, batches.style, self._sampler, draws=draws, state=state)
+            self._sampling = Sampling(store, batches, batches.style, self._sampler, draws=draws)
             if relabeling is not None:
                 self._sampling.relabel_by(relabeling)
             self._sampler.is_followed = bool(batches.transform.steps) or relabeling is not None
@@ -256,11 +253,11 @@ class Consumer(StorePart):
         """
         request = Request(self._batch_size, self._as_numpy if as_numpy is None else as_numpy)
         with self._using:
-            self._check_usable()
             if self._prefetcher is None:
                 batch, rows = self._build(self._at, request)
                 self._at += 1
             else:
+                self._check_usable()
                 made = self._prefetcher.next(_Ahead(self), request)
                 batch, rows = made.batch, made.selection
         if not return_info:
@@ -270,22 +267,28 @@ class Consumer(StorePart):
     def _build(self, number: int, request: Request) -> tuple[Any, Selection]:
         """Return the batch of a draw, which is recorded if it is new. If this fails, the draw comes again."""
         with self._building:
-            sampler = self._sampler
+            sampler, sampling, storage = self._sampler, self._sampling, self._store.storage
+            if self.closed or self._is_parents:
+                self._check_usable()
             while True:
-                self._state.number = sampler.number = number
+                sampler.number = number
                 try:
                     if not self._is_plain:
                         self._prepare(number)
                     sampler.is_recorded = number < self._log.count
-                    return self._sampling.next(request)
+                    sampling.check_readable(storage)
+                    batch, rows = sampling.draw(storage, (number, 0), request, [])
+                    sampler.hand_out(storage, rows)
+                    return batch, rows
                 except RowsGoneError:
-                    sampler.rewind(self._store.storage)
+                    sampler.rewind(storage)
                 except BaseException:
-                    sampler.rewind(self._store.storage)
+                    sampler.rewind(storage)
                     raise
 
     def _prepare(self, number: int) -> None:
         """Let a draw be recorded, and its rows be readable, before this rank builds its part."""
+        self._check_usable()
         self._ranks.check()
         storage, log = self._store.storage, self._log
         self._batches.check_fields(storage.schema)
@@ -315,11 +318,11 @@ class Consumer(StorePart):
                 f"draw {number} of consumer {self.name!r} is too far after the last recorded one, "
                 f"{self._log.count - 1}"
             )
-        present = self._state.number
+        present = self._sampler.number
         while (following := self._log.count) <= number:
-            self._state.number = self._sampler.number = following
+            self._sampler.number = following
             self._sampler.decide(self._store.storage, self._batch_size)
-        self._state.number = self._sampler.number = present
+        self._sampler.number = present
 
     def __iter__(self) -> Iterator[Any]:
         """Yield batches, without end or until the sampler has no more rows."""
