@@ -683,6 +683,28 @@ class Interrupt:
         return self._trace
 
 
+@pytest.mark.parametrize("prefetch", [None, 2])
+def test_a_batch_without_its_info_comes_again(
+    rb: Any, prefetch: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C may come when the draw is recorded and its info is not there yet."""
+    expected = draw(rb.consumer("other", sampler="without_replacement"), 3)
+    c = rb.consumer("learner", sampler="without_replacement", prefetch=prefetch)
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(c._batches), "info", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            c.sample(return_info=True)
+    assert c.position["draw"] == 0
+    for batch in expected:
+        found, info = c.sample(return_info=True)
+        assert same(found, batch)
+        assert (info["id"] == batch["id"]).all()
+
+
 @pytest.mark.parametrize("sampler", ["without_replacement", "consuming"])
 @pytest.mark.parametrize("before", [0, 1, 2, 3])  # draws; a file has three
 def test_an_interrupt_at_any_line_loses_no_draw_and_repeats_none(
@@ -736,6 +758,21 @@ def test_a_torn_end_is_cut_and_damage_is_named(rb: Any, tmp_path: Path) -> None:
     (folder / "consumer.json").write_text('{"format": 2, "id": "a", "seed": 1, "store": "b"}')
     with pytest.raises(StateError, match="format 2"):
         rb.consumer("learner")
+
+
+@pytest.mark.parametrize("file", ["consumer.json", "ranks.json"])
+def test_a_damaged_consumer_is_listed_beside_the_others(rb: Any, file: str, tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        with rb.consumer(name) as c:
+            c.sample()
+    (tmp_path / "run.exp" / "consumers" / "b" / file).write_text("{")
+    a, b, c = rb.consumers.list()
+    assert [(one.name, one.draws, one.damage) for one in (a, c)] == [("a", 1, None), ("c", 1, None)]
+    assert (b.name, b.draws) == ("b", 0)
+    assert file in b.damage
+    rb.consumers.drop("a")
+    with pytest.raises(CorruptionError, match=file):
+        rb.consumer("b")
 
 
 def test_arguments(rb: Any, tmp_path: Path) -> None:
