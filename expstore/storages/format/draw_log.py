@@ -673,10 +673,14 @@ def find_oldest_change(disk: Disk, store: Path) -> int:
 
 def find_consumers(disk: Disk, store: Path) -> Iterator[tuple[Path, About]]:
     """Yield the folder of each consumer of a store, and what consumer.json says, by name."""
+    for folder in _find_folders(disk, store):
+        if (about := About.load(disk, folder)) is not None:
+            yield folder, about
+
+
+def _find_folders(disk: Disk, store: Path) -> list[Path]:
     root = store / CONSUMERS
-    for name in sorted(disk.names(root)) if disk.is_dir(root) else ():
-        if (about := About.load(disk, root / name)) is not None:
-            yield root / name, about
+    return [root / name for name in sorted(disk.names(root))] if disk.is_dir(root) else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -691,6 +695,7 @@ class ConsumerInfo:
         log_bytes: Length of its log.
         is_open: Whether a process draws for it.
         leased: Number of rows that a retention policy keeps for it, because they are drawn and not committed.
+        damage: What cannot be read of it; then the numbers are 0. None: nothing was found.
     """
 
     name: str
@@ -700,16 +705,22 @@ class ConsumerInfo:
     log_bytes: int
     is_open: bool
     leased: int
+    damage: str | None = None
 
 
 def describe_consumers(disk: Disk, store: Path, rows: int) -> list[ConsumerInfo]:
     """Return what is known of each consumer of a store, by name. `rows`: number of rows samplers see."""
     found = []
-    for leases in find_leases(disk, store, rows):
-        log, is_open = leases.log, is_locked(disk, leases.folder / LOCK)
-        committed = read_committed(disk, leases.folder, log.committed)
-        facts = log.count, committed, log.first, log.size
-        found.append(ConsumerInfo(leases.folder.name, *facts, is_open, leases.ids.size))
+    for folder in _find_folders(disk, store):
+        is_open = is_locked(disk, folder / LOCK)
+        try:
+            if (about := About.load(disk, folder)) is not None:
+                leases = _find_leases_of(disk, store, folder, about, rows)
+                log, committed = leases.log, read_committed(disk, folder, leases.log.committed)
+                facts = log.count, committed, log.first, log.size
+                found.append(ConsumerInfo(folder.name, *facts, is_open, leases.ids.size))
+        except (CorruptionError, StateError) as exc:  # StateError: a later version has written it
+            found.append(ConsumerInfo(folder.name, 0, 0, 0, 0, is_open, 0, str(exc)))
     return found
 
 
@@ -753,17 +764,21 @@ def find_leases(disk: Disk, store: Path, rows: int) -> Iterator[Leases]:
         StorageError: The disk failed.
     """
     for folder, about in find_consumers(disk, store):
-        log = DrawLog(disk, folder, about.id, writes=False)
-        names = Renumbering.load(disk, store)
-        limit = rows // 10 if about.lease_rows is None else about.lease_rows
-        ended, leased = _rename(log.read_leased(log.committed), names), [_NONE]
-        for number, ids in ended:
-            limit -= ids.size
-            if limit < 0:
-                ended = chain([(number, ids)], ended)
-                break
-            leased.append(ids)
-        yield Leases(folder, log, np.unique(np.concatenate(leased)), ended)
+        yield _find_leases_of(disk, store, folder, about, rows)
+
+
+def _find_leases_of(disk: Disk, store: Path, folder: Path, about: About, rows: int) -> Leases:
+    log = DrawLog(disk, folder, about.id, writes=False)
+    names = Renumbering.load(disk, store)
+    limit = rows // 10 if about.lease_rows is None else about.lease_rows
+    ended, leased = _rename(log.read_leased(log.committed), names), [_NONE]
+    for number, ids in ended:
+        limit -= ids.size
+        if limit < 0:
+            ended = chain([(number, ids)], ended)
+            break
+        leased.append(ids)
+    return Leases(folder, log, np.unique(np.concatenate(leased)), ended)
 
 
 def _rename(draws: Iterator[tuple[int, IntArray]], names: Renumbering) -> Iterator[tuple[int, IntArray]]:
