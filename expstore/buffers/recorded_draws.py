@@ -222,14 +222,18 @@ class RecordedDraws(Sampler):
         """Record a new draw, before its batch is returned; check that no row of a recorded one was changed.
 
         Raises:
-            RowsChangedError: A row of the recorded draw was changed while it was read.
+            RowsChangedError: A row of the recorded draw was changed while it was read, or another step that
+                was read for the batch was changed since the draw, unless missing rows are left out.
             RowsGoneError: A retention policy has deleted a row that the draw would lease.
             StorageError: The disk failed; the draw does not count.
         """
         if self.is_recorded:
-            changed = self._find_changed(storage, selection.ids)
+            ids = selection.ids
+            if selection.around and self._missing == "raise":
+                ids = np.unique(np.concatenate([ids, *(ids.reshape(-1) for ids in selection.around)]))
+            changed = self._find_changed(storage, ids)
             if changed.any():
-                raise build_changed_error(f"draw {self.number}", selection.ids[changed])
+                raise build_changed_error(f"draw {self.number}", ids[changed])
             return
         if not self._use & Use.LEASED:
             self._record(storage, selection)

@@ -240,7 +240,9 @@ class Sampling(StorePart):
             columns = storage.read(rows.ids)
             return rows, columns if storage.intact(rows.ids) else None, None
         columns = view.columns()
-        return (replace(rows, oldest=view.oldest), columns, view) if view.intact else (rows, None, None)
+        if not view.intact:
+            return rows, None, None
+        return replace(rows, oldest=view.oldest, around=view.shown), columns, view
 
     def check_readable(self, storage: ReadView) -> None:
         """Raise an error if no row can be drawn.
