@@ -242,7 +242,7 @@ class Sampling(StorePart):
         columns = view.columns()
         if not view.intact:
             return rows, None, None
-        return replace(rows, oldest=view.oldest, around=view.shown), columns, view
+        return replace(rows, oldest=view.oldest, around=view.others), columns, view
 
     def check_readable(self, storage: ReadView) -> None:
         """Raise an error if no row can be drawn.

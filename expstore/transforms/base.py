@@ -93,7 +93,7 @@ class StepView:
         self.seen: list[tuple[StepTransform, Any]] = []
         self._oldest = int(ids.min()) if ids.size else 0
         #: Ids of all rows that this view returned, in any shapes; some more than once.
-        self.shown: list[IntArray] = []
+        self.others: list[IntArray] = []
         self._lost = False
         self._changes = storage.changes.number
         self._located: tuple[Runs, IntArray, int, tuple[IntArray, IntArray]] | None = None
@@ -311,7 +311,7 @@ class StepView:
 
     def _show(self, ids: IntArray) -> None:
         if ids.size:
-            self.shown.append(ids)
+            self.others.append(ids)
             self._oldest = min(self._oldest or int(ids.flat[0]), int(ids.min()))
 
     def _runs_around(self, ids: IntArray, *, back: bool) -> Runs:
