@@ -373,11 +373,9 @@ class Consumer(AnyConsumer, StorePart):
                 f"draw {number} of consumer {self.name!r} is too far after the last recorded one, "
                 f"{self._log.count - 1}"
             )
-        present = self._sampler.number
         while (following := self._log.count) <= number:
             self._sampler.number = following
             self._sampler.decide(self._store.storage, self._batch_size)
-        self._sampler.number = present
 
     def __iter__(self) -> Iterator[Any]:
         """Yield batches, without end or until the sampler has no more rows."""

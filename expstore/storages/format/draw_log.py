@@ -54,7 +54,7 @@ _FRONT = struct.Struct("<II")
 #: follow), rows asked for, length of the description of the columns.
 _DRAW = struct.Struct("<qqq4qqIIII")
 #: A draw's record without the front: both of the above.
-_HEAD = struct.Struct("<QB?B?4xqqq4qqIIII")
+_HEAD = struct.Struct(_NAMED.format + _DRAW.format[1:])
 #: dtypes of ids, by whether they have 4 bytes.
 _IDS = (np.dtype("<i8"), np.dtype("<u4"))
 
@@ -458,6 +458,7 @@ class DrawLog:
         )  # fmt: skip
         # Ctrl-C may end this anywhere. Until the draw counts, `follow` finds it, or the next one replaces it.
         rest, start = b"".join((head, described, body)), segment.length
+        # As `_frame`, whose call would take half a microsecond.
         frame = _FRONT.pack(_FRONT.size + len(rest), google_crc32c.extend(self._salt, rest)) + rest
         file.write_mapped(frame, start)
         segment.offsets[number - segment.first :] = [start]
