@@ -761,7 +761,7 @@ def test_a_torn_end_is_cut_and_damage_is_named(rb: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["consumer.json", "ranks.json"])
-def test_a_damaged_consumer_is_listed_beside_the_others(rb: Any, file: str, tmp_path: Path) -> None:
+def test_a_damaged_consumer_is_listed_with_the_others(rb: Any, file: str, tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         with rb.consumer(name) as c:
             c.sample()
