@@ -104,7 +104,7 @@ def _clip(runs: Runs, first: int, last: int) -> Runs:
 
 def _build_nulls(writer: SegmentWriter, first: int, last: int) -> list[tuple[int, bytes]]:
     """Return rows of None as messages, each with its first id."""
-    columns = [pa.nulls(last + 1 - first, kind) for kind in writer.kinds]
+    columns = [pa.nulls(last + 1 - first, kind) for kind in writer.stored_kinds]
     messages = [message.tobytes() for message in writer.encode(first, columns)]
     return [(header.first, message) for message in messages if (header := read_header(message)) is not None]
 

@@ -7,7 +7,8 @@ published, covered by a checkpoint or deleted.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,8 @@ from expstore.errors import SchemaError, StorageError
 from expstore.schema.schema import Field
 from expstore.storages.columns.arrow.column import in_place
 from expstore.storages.columns.arrow.ipc import END, Header, encode, read_header
+from expstore.storages.columns.arrow.pieces import Piece, split_elements
+from expstore.storages.columns.arrow.prefixes import Links, PrefixFinder, Source
 from expstore.storages.columns.arrow.segments import Segment, Segments
 from expstore.storages.columns.column import Appender, Deleted, Run, WrittenPart
 
@@ -68,6 +71,11 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         self._marking: list[Segment] = []  # segments that the running checkpoint syncs
         self._marked = 0
         self._low, self._deleted = 0, NO_IDS  # all rows up to this id were removed, and these
+        self._gone = NO_IDS  # removed rows, without those that remaining rows continue
+        self._oldest: dict[Path, int] = {}  # the oldest row that rows of a sealed segment continue
+        #: Returns the ids of the newest stored rows of an episode, before a row, ascending.
+        self.find_rows: Callable[[int, int], IntArray] = lambda episode, row: np.zeros(0, np.int64)
+        self._forget_prefixes()
         self._unsound: set[Path] = set()  # segments with damaged batches, which are kept for a repair
         self.touched: set[File] = set()
         self.new_folders: set[Path] = set()
@@ -112,6 +120,7 @@ class SegmentWriter(Segments, WrittenPart, Appender):
     def settle(self, last: int, synced: int) -> None:
         """Continue after the last valid row; see `Appender`. Bytes that a checkpoint covers are kept."""
         with self.changing:
+            self._forget_prefixes()
             self._cut(last)
             for segment in self.segments:
                 if segment.last > synced and segment.file is not None:
@@ -151,7 +160,7 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         at, torn = segment.offsets[number], segment.headers[number]
         messages: list[Array] = []
         if torn.first <= last:  # the journal has committed only some rows of this batch
-            rows = self.gather_ids(np.arange(torn.first, last + 1), range(len(self.fields)))
+            rows = self.gather_stored(np.arange(torn.first, last + 1), range(len(self.fields)))
             messages = self.encode(torn.first, rows)
         return self._write_again(
             segment, [np.frombuffer(segment.read(0, at), np.uint8), *messages], ends=False
@@ -222,7 +231,14 @@ class SegmentWriter(Segments, WrittenPart, Appender):
 
     def write(self, run: Run) -> list[int]:
         """Append rows; return the checksums of their batches."""
-        return self.append(run.first_id, run.variable)
+        if not self.parents:
+            return self.append(run.first_id, run.variable)
+        try:
+            with self.changing:  # no row may be dropped between the choice and the write of pieces
+                return self.append(run.first_id, run.variable, run)
+        except BaseException:
+            self._forget_prefixes()  # rows that were not written
+            raise
 
     def write_again(self, run: Run, synced: int) -> None:
         """Append rows that are missing, when a store is opened."""
@@ -248,12 +264,13 @@ class SegmentWriter(Segments, WrittenPart, Appender):
                 hint="create another store for rows without it",
             )
 
-    def append(self, first_id: int, columns: Sequence[pa.Array]) -> list[int]:
+    def append(self, first_id: int, columns: Sequence[pa.Array], run: Run | None = None) -> list[int]:
         """Write a run of rows; rows that already exist, after a failure, are skipped.
 
         Args:
             first_id: Id of the first row.
             columns: One array per field. Length n.
+            run: The rows with their other columns. None: no row continues another one.
 
         Returns:
             The checksums of their batches.
@@ -266,9 +283,58 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         rows = self._rows_of_batch(columns, tuning.ARROW_WRITE_BYTES)
         while at < count:
             some = [column.slice(at, min(rows, count - at)) for column in columns]
+            for number in self.parents:
+                some[number] = self._split(number, first_id + done + at, some[number], run)
             checksums += self._append(first_id + done + at, some)
             at += rows
         return checksums
+
+    # -- rows that continue other rows -----------------------------------------------------------
+
+    def _forget_prefixes(self) -> None:
+        """Forget the rows in memory that new rows are compared with."""
+        self._finders = {
+            number: PrefixFinder(
+                self.kinds[number],
+                read=partial(self._read_sources, number),
+                find_rows=partial(self._name_rows, number),
+                may_use=lambda ids: ~self.have_left(ids),
+            )
+            for number in self.parents
+        }
+
+    def _split(self, number: int, first_id: int, column: pa.Array, run: Run | None) -> pa.Array:
+        """Return rows of a continued field as they are stored."""
+        if run is None:
+            return self.store_whole(first_id, number, column)
+        here = slice(first_id - run.first_id, first_id - run.first_id + len(column))
+        parents = run.parents.get(self.parents[number])
+        none = np.zeros(len(column), np.int64)
+        links = Links(run.episodes[here], run.steps[here], none if parents is None else parents[here])
+        return self._finders[number].split(first_id, column, links)
+
+    def _read_sources(self, number: int, ids: IntArray) -> list[Source]:
+        """Return stored rows that can be continued."""
+        ids = ids[self._find(self._locations, ids)[0] >= 0]
+        if not ids.size:
+            return []
+        pieces, whole = self.read_pieces(ids, number), self._gather_whole(ids, number)
+        found = []
+        for at, value in enumerate(split_elements(whole)):
+            parts, row = pieces.of_row(at), int(ids[at])
+            if (own := len(value) - sum(part.count for part in parts)) > 0:
+                parts.append(Piece(row, own))
+            if pieces.some[at]:
+                found.append(Source(row, parts, value, int(pieces.crcs[at])))
+        return found
+
+    def _name_rows(self, number: int, episode: int, row: int) -> list[tuple[int, int, int]]:
+        """Return the newest rows of an episode: number of elements, checksum, id."""
+        ids = self.find_rows(episode, row)
+        ids = ids[self._find(self._locations, ids)[0] >= 0]
+        pieces, counts = self.count_elements(ids, number)
+        rows = zip(counts.tolist(), pieces.crcs.tolist(), ids.tolist(), strict=True)
+        return [one for one, some in zip(rows, pieces.some, strict=True) if some]
 
     def _rows_of_batch(self, columns: Sequence[pa.Array], size: int) -> int:
         """Return how many rows make about `size` bytes."""
@@ -596,7 +662,7 @@ def _merge_segments(writer: SegmentWriter, segments: Sequence[Segment], batch_by
             parts.append(np.frombuffer(segment.read(at, header.size), np.uint8))
         else:
             first, last = group[0][1].first, group[-1][1].last
-            rows = writer.gather_ids(np.arange(first, last + 1), range(len(writer.fields)))
+            rows = writer.gather_stored(np.arange(first, last + 1), range(len(writer.fields)))
             parts += writer.encode(first, rows)
     return parts
 
@@ -618,6 +684,6 @@ def _compact_segment(writer: SegmentWriter, segment: Segment, low: int, deleted:
             if (first, last) == (header.first, header.last):
                 parts.append(np.frombuffer(segment.read(at, header.size), np.uint8))
             else:
-                rows = writer.gather_ids(np.arange(first, last + 1), range(len(writer.fields)))
+                rows = writer.gather_stored(np.arange(first, last + 1), range(len(writer.fields)))
                 parts += writer.encode(first, rows)
     return parts
