@@ -106,9 +106,10 @@ class Pieces(NamedTuple):
         spans = np.diff(np.append(starts, digits.size))
         if starts.size % 2 or (digits.size and (not last[-1] or spans.max() > _MOST_DIGITS)):
             raise _build_error()
-        shifts = 7 * (np.arange(digits.size) - np.repeat(starts, spans))
-        values = (digits & 127).astype(np.int64) << shifts
-        numbers = np.add.reduceat(values, starts) if starts.size else starts
+        numbers = (digits[starts] & 127).astype(np.int64)
+        for place in range(1, int(spans.max(initial=0))):
+            longer = np.flatnonzero(spans > place)
+            numbers[longer] |= (digits[starts[longer] + place] & 127).astype(np.int64) << 7 * place
         rows, counts = of_row[starts[::2]], numbers[1::2]
         first = np.flatnonzero(np.diff(rows, prepend=-1))
         steps = numbers[::2].copy()

@@ -194,6 +194,8 @@ class Segments(AppendedPart):
         self.stored_kinds = tuple(
             stored_type(kind) if number in self.parents else kind for number, kind in enumerate(self.kinds)
         )
+        #: For each continued field, the ids of rows whose values had their checksums, each at a place of its own.
+        self._sound = {number: np.zeros(tuning.CONTINUED_SOUND, np.int64) for number in self.parents}
         names = [key_name(entry.key) for entry in fields]
         self.schema = pa.schema(list(zip(names, self.stored_kinds, strict=True)))
         self._whole_schema = pa.schema(list(zip(names, self.kinds, strict=True)))
@@ -633,7 +635,7 @@ class Segments(AppendedPart):
         return woven.pieces, np.bincount(woven.rows, woven.lengths, ids.size).astype(np.int64)
 
     def _gather_whole(self, ids: IntArray, number: int) -> pa.Array:
-        """Return whole values of a continued field, each compared with its checksum."""
+        """Return whole values of a continued field, each compared with its checksum when it is first read."""
         try:
             woven = self._find_elements(ids, number)
             some, crcs = woven.pieces.some, woven.pieces.crcs
@@ -644,10 +646,15 @@ class Segments(AppendedPart):
                     hint="read fewer rows at once",
                 )
             found = join_lists(self.kinds[number], counts, woven.copy(), ~some)
-            for at, value in enumerate(split_elements(found)):
-                if some[at] and value.checksums([len(value)]) != [crcs[at]]:
+            sound = self._sound[number]  # rows that were read before
+            places = ids % sound.size
+            new = np.flatnonzero(some & (sound[places] != ids))
+            values = split_elements(found) if new.size else []
+            for at in new.tolist():
+                if values[at].checksums([len(values[at])]) != [crcs[at]]:
                     name = key_name(self.fields[number].key)
                     raise CorruptionError(f"the value {name!r} of row {ids[at]} does not have its checksum")
+            sound[places[new]] = ids[new]
         except CorruptionError as exc:
             raise CorruptionError(f"rows of {self.folder} cannot be read: {exc.message}") from exc
         return found

@@ -549,10 +549,15 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         """Merge short batches into long ones, and short segments into long ones."""
         settled = [segment for segment in self._find_settled() if segment.last <= marked]
         settled = [segment for segment in settled if segment.path not in self._unsound]
-        size = tuning.ARROW_COMPRESSED_BATCH_BYTES // 2 if self.compression else tuning.ARROW_COMPACTED_BYTES
+        size = self._merged_bytes
         chosen = _worth_merging(settled, segment_bytes=tuning.ARROW_SEGMENT_BYTES, batch_bytes=size)
         if chosen and all(self._is_whole(segment) for segment in chosen):
             self._put_for(chosen, _merge_segments(self, chosen, size))
+
+    @property
+    def _merged_bytes(self) -> int:
+        """Length of the batches that short ones are merged into, bytes."""
+        return tuning.ARROW_COMPRESSED_BATCH_BYTES // 2 if self.compression else tuning.ARROW_COMPACTED_BYTES
 
     def _put_for(self, chosen: Sequence[Segment], parts: Sequence[Array]) -> None:
         """Replace some neighbouring segments by one with these bytes."""
@@ -566,7 +571,13 @@ class SegmentWriter(Segments, WrittenPart, Appender):
     def give_back(self) -> None:
         """Free the disk space that is only needed for further writes."""
         segment = self._open
-        if segment is not None and segment.file is not None and segment.headers:
+        if segment is None or segment.file is None or not segment.headers:
+            return
+        size = self._merged_bytes
+        if self.parents and _has_short_batches(segment, size) and self._is_whole(segment):
+            self._put_for([segment], _merge_segments(self, [segment], size))  # each message costs 300 bytes
+            self._open = None
+        else:
             segment.file.truncate(segment.end)
 
     def close(self) -> None:
@@ -608,12 +619,7 @@ def _worth_merging(segments: Sequence[Segment], *, segment_bytes: int, batch_byt
         batch_bytes: Maximum length of a merged batch, bytes.
     """
     for segment in reversed(segments):
-        short = segment.size < len(segment.headers) * batch_bytes // 4
-        if (
-            len(segment.headers) > tuning.ARROW_COMPACTION_BATCHES
-            and short
-            and _shortens(segment, batch_bytes)
-        ):
+        if len(segment.headers) > tuning.ARROW_COMPACTION_BATCHES and _has_short_batches(segment, batch_bytes):
             return [segment]
     levels = [_level(segment.size) for segment in segments]
     for end in range(len(segments), _TOGETHER - 1, -1):
@@ -631,8 +637,10 @@ def _level(size: int) -> int:
     return level
 
 
-def _shortens(segment: Segment, batch_bytes: int) -> bool:
-    """Return whether merging would at least halve the number of batches."""
+def _has_short_batches(segment: Segment, batch_bytes: int) -> bool:
+    """Return whether batches are short, and merging would at least halve their number."""
+    if segment.size >= len(segment.headers) * batch_bytes // 4:
+        return False
     groups = list(_groups([segment], batch_bytes))
     return 2 * len(groups) <= len(segment.headers)
 
