@@ -68,7 +68,7 @@ class SegmentCapture(Capture):
                     settled=one.sealed and one.file is None,
                 )
                 for one in segments.segments
-                if one.last > low
+                if one.last > low or segments.parents  # older rows may be continued by those above `low`
             ]
 
     def rows(self, place: int, first_id: int, count: int) -> list[Any]:

@@ -20,7 +20,7 @@ from expstore.core.values import Array, IntArray, key_name
 from expstore.disk.checkpointed import Checkpoint, Dirty, take_all
 from expstore.disk.files import Disk, File
 from expstore.disk.mapped_files import AddressRange
-from expstore.errors import SchemaError, StorageError
+from expstore.errors import CorruptionError, SchemaError, StorageError
 from expstore.schema.schema import Field
 from expstore.storages.columns.arrow.column import in_place
 from expstore.storages.columns.arrow.ipc import END, Header, encode, read_header
@@ -71,8 +71,8 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         self._marking: list[Segment] = []  # segments that the running checkpoint syncs
         self._marked = 0
         self._low, self._deleted = 0, NO_IDS  # all rows up to this id were removed, and these
-        self._gone = NO_IDS  # removed rows, without those that remaining rows continue
-        self._oldest: dict[Path, int] = {}  # the oldest row that rows of a sealed segment continue
+        self._gone: IdSet | None = NO_IDS  # removed rows, without those that remaining rows continue
+        self._oldest: dict[Path, tuple[int, int]]
         #: Returns the ids of the newest stored rows of an episode, before a row, ascending.
         self.find_rows: Callable[[int, int], IntArray] = lambda episode, row: np.zeros(0, np.int64)
         self._forget_prefixes()
@@ -292,7 +292,9 @@ class SegmentWriter(Segments, WrittenPart, Appender):
     # -- rows that continue other rows -----------------------------------------------------------
 
     def _forget_prefixes(self) -> None:
-        """Forget the rows in memory that new rows are compared with."""
+        """Forget the rows in memory that new rows are compared with, and which segments were looked at."""
+        #: Of each segment: how many batches were looked at, and the oldest row that their rows continue.
+        self._oldest = {}
         self._finders = {
             number: PrefixFinder(
                 self.kinds[number],
@@ -318,7 +320,10 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         ids = ids[self._find(self._locations, ids)[0] >= 0]
         if not ids.size:
             return []
-        pieces, whole = self.read_pieces(ids, number), self._gather_whole(ids, number)
+        try:
+            pieces, whole = self.read_pieces(ids, number), self._gather_whole(ids, number)
+        except CorruptionError:
+            return []  # new rows do not depend on rows that cannot be read
         found = []
         for at, value in enumerate(split_elements(whole)):
             parts, row = pieces.of_row(at), int(ids[at])
@@ -332,7 +337,10 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         """Return the newest rows of an episode: number of elements, checksum, id."""
         ids = self.find_rows(episode, row)
         ids = ids[self._find(self._locations, ids)[0] >= 0]
-        pieces, counts = self.count_elements(ids, number)
+        try:
+            pieces, counts = self.count_elements(ids, number)
+        except CorruptionError:
+            return []
         rows = zip(counts.tolist(), pieces.crcs.tolist(), ids.tolist(), strict=True)
         return [one for one, some in zip(rows, pieces.some, strict=True) if some]
 
@@ -435,7 +443,47 @@ class SegmentWriter(Segments, WrittenPart, Appender):
             low: All rows up to this id are removed.
             deleted: Rows above `low` that are removed.
         """
-        self._low, self._deleted = low, deleted
+        with self.changing:  # rows that are appended from now on continue none of them
+            if (low, deleted) != (self._low, self._deleted):
+                self._low, self._deleted, self._gone = low, deleted, None
+
+    def _find_gone(self) -> IdSet:
+        """Return the rows whose space can be freed: removed rows that no remaining row continues."""
+        gone = self._gone
+        if gone is None:
+            gone = self._deleted.join(IdSet.of([(1, self._low)] if self._low else []))
+            needed = self._find_needed() if self.parents else NO_IDS
+            if needed:
+                gone = gone.intersect(IdSet(*needed.others(0, self.top)))
+            self._gone = gone
+        return gone
+
+    def _find_needed(self) -> IdSet:
+        """Return the removed rows that remaining rows continue; all rows if that cannot be read."""
+        found = [np.zeros(0, np.int64)]
+        try:
+            for segment in list(self.segments):
+                last, oldest = segment.last, self._find_oldest(segment)
+                if last > self._low and (oldest <= self._low or self._deleted.between(oldest - 1, last)):
+                    ids = _ids_of(segment.headers)
+                    for number in self.parents:
+                        owners = np.unique(self.read_pieces(ids[~self.have_left(ids)], number).owners)
+                        found.append(owners[self.have_left(owners)])
+        except CorruptionError as exc:
+            _logger.warning("no space of removed rows of %s is freed: %s", self.folder.parent, exc)
+            return IdSet.of([(1, self.top)])
+        return IdSet.of_ids(np.unique(np.concatenate(found)))
+
+    def _find_oldest(self, segment: Segment) -> int:
+        """Return the oldest row that rows of a segment continue, or its first row."""
+        done, oldest = self._oldest.get(segment.path, (0, segment.first))
+        with self.changing:  # a batch is readable once it is in the list
+            headers = segment.headers[done:]
+        for number in self.parents if headers else ():
+            owners = self.read_pieces(_ids_of(headers), number).owners
+            oldest = min(oldest, int(owners.min(initial=oldest)))
+        self._oldest[segment.path] = done + len(headers), oldest
+        return oldest
 
     def have_left(self, ids: IntArray) -> Array:
         """Return which rows were removed from the store, so that they may be missing here. Shapes `(n,)`."""
@@ -507,7 +555,7 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         for segment, live in zip(settled, self._live(settled), strict=True):
             rows = sum(header.rows for header in segment.headers)
             if 2 * live <= rows and self._is_whole(segment):
-                self._put_for([segment], _compact_segment(self, segment, self._low, self._deleted))
+                self._put_for([segment], _compact_segment(self, segment, self._find_gone()))
 
     def _find_settled(self) -> list[Segment]:
         """Return the segments that are sealed and synced."""
@@ -515,11 +563,11 @@ class SegmentWriter(Segments, WrittenPart, Appender):
             return [segment for segment in self.segments if segment.sealed and segment.file is None]
 
     def _live(self, segments: Sequence[Segment]) -> list[int]:
-        """Return the number of remaining rows of each segment."""
-        first = np.array([max(segment.first, self._low + 1) for segment in segments], np.int64)
+        """Return the number of rows of each segment that remain, or that remaining rows continue."""
+        first = np.array([segment.first for segment in segments], np.int64)
         last = np.array([segment.last for segment in segments], np.int64)
-        left = self._deleted.counts(last) - self._deleted.counts(first - 1)
-        live: list[int] = np.where(first > last, 0, last + 1 - first - left).tolist()
+        gone = self._find_gone()
+        live: list[int] = (last + 1 - first - gone.counts(last) + gone.counts(first - 1)).tolist()
         return live
 
     def _is_whole(self, segment: Segment) -> bool:
@@ -563,6 +611,8 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         """Replace some neighbouring segments by one with these bytes."""
         again = self._write_again(chosen[0], parts, ends=True)
         self._let_go(again)
+        for segment in chosen:
+            self._oldest.pop(segment.path, None)
         with self.changing:
             self.replace(self._number(chosen[0]), len(chosen), [again])
         for segment in chosen[1:]:
@@ -675,19 +725,23 @@ def _merge_segments(writer: SegmentWriter, segments: Sequence[Segment], batch_by
     return parts
 
 
-def _compact_segment(writer: SegmentWriter, segment: Segment, low: int, deleted: IdSet) -> list[Array]:
-    """Return the bytes of a segment without its removed rows, and without the end mark.
+def _ids_of(headers: Sequence[Header]) -> IntArray:
+    """Return the ids of the rows of batches; there is at least one batch."""
+    return np.concatenate([np.arange(header.first, header.last + 1) for header in headers])
+
+
+def _compact_segment(writer: SegmentWriter, segment: Segment, gone: IdSet) -> list[Array]:
+    """Return the bytes of a segment without some rows, and without the end mark.
 
     Args:
         writer: Writes the segments.
         segment: One of them.
-        low: All rows up to this id were removed.
-        deleted: Rows above `low` that were removed.
+        gone: The rows to leave out.
     """
     parts = [np.frombuffer(writer.head, np.uint8)]
-    near = deleted.between(segment.first - 1, segment.last)
+    near = gone.between(segment.first - 1, segment.last)
     for header, at in zip(segment.headers, segment.offsets, strict=True):
-        firsts, lasts = near.others(max(low, header.first - 1), header.last)
+        firsts, lasts = near.others(header.first - 1, header.last)
         for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
             if (first, last) == (header.first, header.last):
                 parts.append(np.frombuffer(segment.read(at, header.size), np.uint8))
