@@ -565,6 +565,15 @@ class Segments(AppendedPart):
         del room  # its addresses were read until here
         return found
 
+    def find_broken(self, ids: IntArray, damaged: IntArray) -> IntArray:
+        """Return which of some undamaged rows continue a row that is missing or damaged. Shapes `(n,)`."""
+        broken = [np.zeros(0, np.int64)]
+        for number in self.parents:
+            pieces = self.read_pieces(ids, number)
+            wrong = (self._locate(pieces.owners)[1] < 0) | np.isin(pieces.owners, damaged)
+            broken.append(ids[pieces.rows[wrong]])
+        return np.unique(np.concatenate(broken))
+
     def store_whole(self, first_id: int, number: int, column: pa.Array) -> pa.Array:
         """Return rows as they are stored, none of which continues another row.
 
