@@ -27,8 +27,8 @@ def schema_of(types: Mapping[Any, Any] | Schema | None) -> Schema | None:
     Args:
         types: The type of each field by its key: a dtype (a name or a torch dtype) for one number; a pair of
             a dtype and a row shape for a tensor, with None for dims that differ between rows; str or bytes
-            for nullable text or bytes; a pyarrow type for nullable values of that type; a `Continued`. A nested
-            mapping is a group of fields.
+            for nullable text or bytes; a pyarrow type for nullable values of that type; a `Continued`. A
+            nested mapping is a group of fields.
 
     Raises:
         SchemaError: A type does not exist, or an Arrow type is not supported.

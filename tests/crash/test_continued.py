@@ -84,7 +84,7 @@ def check(path: Path, rows: list[Any]) -> int:
 
 
 @pytest.mark.guarantee("continued/whole")
-@pytest.mark.parametrize("step", [37, pytest.param(1, marks=pytest.mark.torture)])
+@pytest.mark.parametrize("step", [13, pytest.param(1, marks=pytest.mark.torture)])
 def test_a_killed_writer_leaves_whole_values(
     tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

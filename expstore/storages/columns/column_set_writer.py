@@ -191,7 +191,7 @@ class WritableColumns(ColumnSet, Checkpointed):
             appender.warm()
 
     def _find_episode_rows(self, episode: int, row: int) -> IntArray:
-        """Return the ids of the newest stored rows of an episode before a row, among the rows just before it."""
+        """Return the stored rows of an episode among the rows just before a row."""
         near = np.arange(max(1, row - _NEAR_ROWS), row)
         slots = near - 1 if self.slots is None else (near - 1) % self.slots
         ids, episodes = (column.gather(slots) for column in self.row_fields[:2])
@@ -419,7 +419,15 @@ class WritableColumns(ColumnSet, Checkpointed):
         variable = [columns[place] for place in apart] if apart else []
         parents = self.read_parents(columns)
         run = Run(
-            int(numbers[0, 0]), numbers.shape[1], pieces, values, variable, [], numbers[1], numbers[2], parents
+            int(numbers[0, 0]),
+            numbers.shape[1],
+            pieces,
+            values,
+            variable,
+            [],
+            numbers[1],
+            numbers[2],
+            parents,
         )
         try:
             for writer in self._writers:

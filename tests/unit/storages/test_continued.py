@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +17,11 @@ from expstore.maintenance import repair, verify
 from expstore.schema.field_parser import schema_of
 from expstore.schema.schema import Schema
 from expstore.specs import Continued
-from expstore.storages import MemoryStorage
 from expstore.storages.columns.arrow import writer
 from expstore.storages.columns.arrow.pieces import Piece, Pieces, pack_pieces
 from expstore.storages.columns.arrow.segments import Segments
 from expstore.storages.engine import store
-from tests.support.conversations import Talks, check_rows, open_talks, segment_bytes, table_of
+from tests.support.conversations import Talks, check_rows, open_talks, segment_bytes
 from tests.support.stores import NoKeeper
 
 pytestmark = pytest.mark.index
@@ -121,9 +118,7 @@ def test_trees_read_back_exactly(tmp_path: Path, compression: str | None) -> Non
     sizes = rb.storage.state.sizes_of(slots)
     texts = [sum(4 + len(text.encode()) for text in row["messages"]) + 4 for row in talks.rows]
     raws = [sum(4 + len(data) for data in row["raw"]) + 4 for row in talks.rows]
-    plain = [
-        4 * (len(row["tokens"]) + len(row["logprobs"])) + len(row["mask"]) + 12 for row in talks.rows
-    ]
+    plain = [4 * (len(row["tokens"]) + len(row["logprobs"])) + len(row["mask"]) + 12 for row in talks.rows]
     np.testing.assert_array_equal(sizes, np.array(texts) + np.array(raws) + np.array(plain))
     rb.close()
     with expstore.open(path, mode="r") as reader:

@@ -32,7 +32,13 @@ from expstore.schema.continued import parent_of
 from expstore.schema.schema import Field
 from expstore.storages.columns.arrow.gather import Gather, Node, Plan, unpack
 from expstore.storages.columns.arrow.ipc import END, Header, crc_of, read_header
-from expstore.storages.columns.arrow.pieces import Pieces, join_lists, pack_pieces, split_elements, stored_type
+from expstore.storages.columns.arrow.pieces import (
+    Pieces,
+    join_lists,
+    pack_pieces,
+    split_elements,
+    stored_type,
+)
 from expstore.storages.columns.column import AppendedPart, add_batches
 
 SUFFIX = ".arrows"
@@ -185,16 +191,14 @@ class Segments(AppendedPart):
         self.fields: Sequence[Field] = tuple(fields)
         #: The types of the fields' values, and of their rows in segments.
         self.kinds = tuple(to_type(entry.arrow) for entry in fields)
-        #: For each continued field, by its number, the key of the field that names parents; () if there is none.
+        #: The key of the field that names parents, () for none, by the number of each continued field.
         self.parents = {
-            number: key
-            for number, entry in enumerate(fields)
-            if (key := parent_of(entry.arrow)) is not None
+            number: key for number, entry in enumerate(fields) if (key := parent_of(entry.arrow)) is not None
         }
         self.stored_kinds = tuple(
             stored_type(kind) if number in self.parents else kind for number, kind in enumerate(self.kinds)
         )
-        #: For each continued field, the ids of rows whose values had their checksums, each at a place of its own.
+        #: Ids of rows whose values had their checksums, by the number of each continued field.
         self._sound = {number: np.zeros(tuning.CONTINUED_SOUND, np.int64) for number in self.parents}
         names = [key_name(entry.key) for entry in fields]
         self.schema = pa.schema(list(zip(names, self.stored_kinds, strict=True)))
@@ -431,9 +435,7 @@ class Segments(AppendedPart):
         """
         plain = [number for number in numbers if number not in self.parents]
         found = dict(zip(plain, self.gather_stored(ids, plain), strict=True)) if plain else {}
-        return [
-            found[number] if number in found else self._gather_whole(ids, number) for number in numbers
-        ]
+        return [found[number] if number in found else self._gather_whole(ids, number) for number in numbers]
 
     def gather_stored(self, ids: IntArray, numbers: Sequence[int]) -> list[pa.Array]:
         """Copy rows out as they are stored: of a row that continues others, its own elements and pieces.
@@ -651,7 +653,7 @@ class Segments(AppendedPart):
             counts = np.bincount(woven.rows, woven.lengths, ids.size).astype(np.int64)
             if counts.sum() >= 1 << 31:
                 raise SchemaError(
-                    f"these rows have {counts.sum()} elements, but an Arrow array has at most {(1 << 31) - 1}",
+                    f"these rows have {counts.sum()} elements, and an Arrow array at most {(1 << 31) - 1}",
                     hint="read fewer rows at once",
                 )
             found = join_lists(self.kinds[number], counts, woven.copy(), ~some)

@@ -669,7 +669,9 @@ def _worth_merging(segments: Sequence[Segment], *, segment_bytes: int, batch_byt
         batch_bytes: Maximum length of a merged batch, bytes.
     """
     for segment in reversed(segments):
-        if len(segment.headers) > tuning.ARROW_COMPACTION_BATCHES and _has_short_batches(segment, batch_bytes):
+        if len(segment.headers) > tuning.ARROW_COMPACTION_BATCHES and _has_short_batches(
+            segment, batch_bytes
+        ):
             return [segment]
     levels = [_level(segment.size) for segment in segments]
     for end in range(len(segments), _TOGETHER - 1, -1):
