@@ -40,7 +40,7 @@ def _check_segments(inspection: Inspection, segments: Segments) -> None:
             lost.setdefault(path, []).append(np.arange(start, start + rows))
     if segments.parents:
         damaged = np.unique(np.concatenate([_NO_IDS, *(ids for found in lost.values() for ids in found)]))
-        readable = np.setdiff1d(_settled_ids(inspection), damaged)
+        readable = np.setdiff1d(_list_settled_ids(inspection), damaged)
         for segment in segments.segments:
             ids = readable[(readable >= segment.first) & (readable <= segment.last)]
             if (broken := segments.find_broken(ids, damaged)).size:
@@ -58,14 +58,14 @@ def _path_of(segments: Segments, first_id: int) -> Path:
     return own if not before or before[-1] in ended else before[-1]
 
 
-def _settled_ids(inspection: Inspection) -> IntArray:
+def _list_settled_ids(inspection: Inspection) -> IntArray:
     """Return the readable rows that a checkpoint covers."""
     runs = [np.arange(first, first + count) for first, count in inspection.find_settled_runs()]
     return np.concatenate([_NO_IDS, *runs])
 
 
 def _note(inspection: Inspection, path: Path, ids: IntArray) -> None:
-    runs = runs_of(ids[np.isin(ids, _settled_ids(inspection))])
+    runs = runs_of(ids[np.isin(ids, _list_settled_ids(inspection))])
     name, gone = inspection.relative(path), not inspection.disk.exists(path)
     where = f" (ids {', '.join(f'{a} to {b}' for a, b in runs)})" if runs else " (no readable row)"
     text = "is missing" if gone else "has damaged or missing batches"

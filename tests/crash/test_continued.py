@@ -83,7 +83,7 @@ def check(path: Path, rows: list[Any]) -> int:
     return last
 
 
-@pytest.mark.guarantee("continued/whole")
+@pytest.mark.guarantee("rows/continued")
 @pytest.mark.parametrize("step", [13, pytest.param(1, marks=pytest.mark.torture)])
 def test_a_killed_writer_leaves_whole_values(
     tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch
@@ -113,7 +113,7 @@ def test_a_killed_writer_leaves_whole_values(
     assert at > 6 * step
 
 
-@pytest.mark.guarantee("continued/whole")
+@pytest.mark.guarantee("rows/continued")
 @pytest.mark.usefixtures("no_syncs")
 @pytest.mark.parametrize("cuts", [12, pytest.param(600, marks=pytest.mark.torture)])
 def test_a_power_cut_leaves_whole_values(

@@ -46,7 +46,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tokens(*sizes: int, seed: int = 0) -> list[list[int]]:
-    """Return the turns of a conversation: each row has the tokens of the row before, and more."""
+    """Return the talks of a conversation: each row has the tokens of the row before, and more."""
     chance, rows = np.random.default_rng(seed), list[list[int]]()
     for size in sizes:
         rows.append([*(rows[-1] if rows else []), *chance.integers(0, 50_000, size).tolist()])
@@ -61,43 +61,52 @@ def table(kind: Any = None, **columns: Any) -> pa.Table:
     return pa.table(made)
 
 
-def write(path: Path, kind: Any, turns: list[list[list[int]]], compression: str | None, **more: Any) -> int:
-    """Write conversations turn by turn, each in an episode of its own; return the bytes of the segments."""
+def write(path: Path, kind: Any, talks: list[list[list[int]]], compression: str | None, **more: Any) -> int:
+    """Write conversations step by step, each in an episode of its own; return the bytes of the segments."""
     layout = expstore.Layout(kind="arrow", compression=compression)
     schema = {"talk": "int64", "tokens": kind, **more}
     with expstore.open(path, layout=layout, schema=schema, episodes={"traj": "talk"}) as rb:
-        for turn in zip(*turns, strict=True):
-            rows = {"talk": np.arange(len(turns)), "tokens": pa.array(turn, pa.list_(pa.int32()))}
+        for step in zip(*talks, strict=True):
+            rows = {"talk": np.arange(len(talks)), "tokens": pa.array(step, pa.list_(pa.int32()))}
             if "parent" in more:
-                rows["parent"] = np.full(len(turns), rb.storage.last > 0)
+                rows["parent"] = np.full(len(talks), rb.storage.last > 0)
             rb.extend(pa.table(rows))
     return segment_bytes(path)
 
 
-@pytest.mark.guarantee("continued/once")
+@pytest.mark.guarantee(
+    "rows/once",
+    "A field of the type `Continued` stores the elements that a row shares with earlier rows once: 32 turns "
+    "of 500 random tokens take a fifteenth of whole rows, 64 turns after a prompt that a group of 8 shares a "
+    "thirtieth.",
+)
 @pytest.mark.parametrize("compression", [None, "lz4"])
-def test_32_turns_take_a_fifteenth(tmp_path: Path, compression: str | None) -> None:
-    turns = [tokens(*[500] * 32, seed=seed) for seed in range(8)]
-    whole = write(tmp_path / "whole", ("int32", (None,)), turns, compression)
-    once = write(tmp_path / "once", Continued("int32"), turns, compression)
+def test_32_steps_take_a_fifteenth(tmp_path: Path, compression: str | None) -> None:
+    talks = [tokens(*[500] * 32, seed=seed) for seed in range(8)]
+    whole = write(tmp_path / "whole", ("int32", (None,)), talks, compression)
+    once = write(tmp_path / "once", Continued("int32"), talks, compression)
     assert whole >= 15 * once
 
 
-@pytest.mark.guarantee("continued/once")
+@pytest.mark.guarantee("rows/once")
 def test_a_prompt_of_a_group_is_stored_once(tmp_path: Path) -> None:
     prompt = np.random.default_rng(99).integers(0, 50_000, 2000).tolist()
-    turns = [[prompt + row for row in tokens(*[500] * 64, seed=seed)] for seed in range(8)]
+    talks = [[prompt + row for row in tokens(*[500] * 64, seed=seed)] for seed in range(8)]
     schema = {"talk": "int64", "parent": "int64", "tokens": Continued("int32", parent="parent")}
     with expstore.open(tmp_path / "once", layout="arrow", schema=schema, episodes={"traj": "talk"}) as rb:
         (root,) = rb.extend(table(talk=[9], parent=[0], tokens=[prompt]), return_ids=True)
-        for number, turn in enumerate(zip(*turns, strict=True)):
+        for number, step in enumerate(zip(*talks, strict=True)):
             parents = np.full(8, 0 if number else int(root))
-            rb.extend(table(talk=np.arange(8), parent=parents, tokens=list(turn)))
-        assert rb.storage.read(rb.storage.stored.ids(), [2])[0][-8:].to_pylist() == list(turn)
-    assert write(tmp_path / "whole", ("int32", (None,)), turns, None) >= 30 * segment_bytes(tmp_path / "once")
+            rb.extend(table(talk=np.arange(8), parent=parents, tokens=list(step)))
+        assert rb.storage.read(rb.storage.stored.ids(), [2])[0][-8:].to_pylist() == list(step)
+    assert write(tmp_path / "whole", ("int32", (None,)), talks, None) >= 30 * segment_bytes(tmp_path / "once")
 
 
-@pytest.mark.guarantee("continued/whole")
+@pytest.mark.guarantee(
+    "rows/continued",
+    "Rows that continue other rows read back bit by bit as they were written, also after `kill -9` or a "
+    "power cut of the writer; a value that does not have its checksum is an error.",
+)
 @pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("compression", [None, "zstd"])
 def test_trees_read_back_exactly(tmp_path: Path, compression: str | None) -> None:
@@ -126,7 +135,7 @@ def test_trees_read_back_exactly(tmp_path: Path, compression: str | None) -> Non
     assert verify(path) == []
 
 
-@pytest.mark.guarantee("continued/whole")
+@pytest.mark.guarantee("rows/continued")
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_10_000_trees_read_back_exactly(tmp_path: Path) -> None:
@@ -138,7 +147,7 @@ def test_10_000_trees_read_back_exactly(tmp_path: Path) -> None:
         assert check_rows(rb.storage, talks.rows) == len(talks.rows)
 
 
-@pytest.mark.guarantee("continued/whole")
+@pytest.mark.guarantee("rows/continued")
 def test_readers_see_whole_values(tmp_path: Path) -> None:
     path, talks = tmp_path / "a.exp", Talks(seed=3)
     with open_talks(path, batches={"as_numpy": True}, batch_size=16) as rb:
@@ -237,7 +246,11 @@ def test_a_failed_write_leaves_no_row_to_continue(tmp_path: Path, monkeypatch: p
 # -- rows that leave ------------------------------------------------------------------------------------
 
 
-@pytest.mark.guarantee("continued/deleted")
+@pytest.mark.guarantee(
+    "keep/continued",
+    "Deleted and evicted rows disappear at once; elements that remaining rows continue stay until no row "
+    "needs them, in versions and merged stores, too.",
+)
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("compression", [None, "zstd"])
 def test_rows_keep_what_they_continue_when_other_rows_are_deleted(
@@ -272,7 +285,7 @@ def test_rows_keep_what_they_continue_when_other_rows_are_deleted(
         assert check_rows(merged.storage, talks.rows, ids) == ids.size
 
 
-@pytest.mark.guarantee("continued/deleted")
+@pytest.mark.guarantee("keep/continued")
 @pytest.mark.usefixtures("short")
 def test_a_segment_goes_when_no_row_needs_it(tmp_path: Path) -> None:
     path, prompt = tmp_path / "a.exp", tokens(3000)[0]
@@ -304,7 +317,7 @@ def test_a_segment_goes_when_no_row_needs_it(tmp_path: Path) -> None:
         assert owns(rb.storage, [rb.storage.last], 0) == [3001]
 
 
-@pytest.mark.guarantee("continued/deleted")
+@pytest.mark.guarantee("keep/continued")
 @pytest.mark.usefixtures("short")
 def test_a_ring_keeps_a_bounded_number_of_rows(tmp_path: Path) -> None:
     path, chance, sizes = tmp_path / "a.exp", np.random.default_rng(5), list[int]()
@@ -328,7 +341,7 @@ def test_a_ring_keeps_a_bounded_number_of_rows(tmp_path: Path) -> None:
 # -- damage ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.guarantee("continued/whole")
+@pytest.mark.guarantee("rows/continued")
 @pytest.mark.usefixtures("loops")
 def test_wrong_pieces_are_never_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a, ab = tokens(50, 50)
@@ -348,7 +361,7 @@ def test_wrong_pieces_are_never_returned(tmp_path: Path, monkeypatch: pytest.Mon
         assert rb.storage.read(np.array([1, 2]))[0].to_pylist() == [[9] * 50, a]
 
 
-@pytest.mark.guarantee("continued/whole")
+@pytest.mark.guarantee("rows/continued")
 def test_rows_of_damaged_rows_are_lost_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "MEMTABLE_BATCH_BYTES", 0)  # a message for each row
     monkeypatch.setattr(writer, "_has_short_batches", lambda *_: False)

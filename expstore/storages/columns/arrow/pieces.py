@@ -1,10 +1,10 @@
 """Rows that continue earlier rows: which elements a row takes from which rows, as bytes and as arrays.
 
 Used by segments. A row of a continued field is stored as a struct of `own`, the list of its last elements,
-and `pieces`: the crc32c of its whole value (4 bytes, little-endian), then for each piece two varints (LEB128),
-the distance from the owner of the piece before to its owner and the number of elements. The first distance is
-counted back from the row's id. A piece is the first elements of the owner's `own`. The whole value is all
-pieces and then `own`. `pieces` of a row that is None has no bytes. This module uses no files.
+and `pieces`, bytes: the crc32c of its whole value (4 bytes, little-endian), then two varints (LEB128) for each
+piece, the distance from the owner of the piece before to its owner and the number of elements. The first
+distance is counted back from the row's id. A piece is the first elements of the owner's `own`. The whole
+value is all pieces and then `own`. `pieces` of a row that is None has no bytes. This module uses no files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CRC_BYTES = 4
 _MOST_DIGITS = 9
 
 
-def stored_type(kind: pa.DataType) -> pa.StructType:
+def to_stored_type(kind: pa.DataType) -> pa.StructType:
     """Return the type of the stored rows of a continued field whose whole values have a type."""
     return pa.struct([("own", kind), ("pieces", pa.binary())])
 
@@ -34,11 +34,11 @@ class Piece(NamedTuple):
 
     Args:
         owner: Id of the other row.
-        count: Number of elements.
+        size: Number of elements.
     """
 
     owner: int
-    count: int
+    size: int
 
 
 def pack_pieces(row: int, pieces: Sequence[Piece], crc: int) -> bytes:

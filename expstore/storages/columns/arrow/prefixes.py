@@ -20,7 +20,7 @@ from expstore.storages.columns.arrow.pieces import (
     join_lists,
     pack_pieces,
     split_elements,
-    stored_type,
+    to_stored_type,
 )
 
 #: Most rows of an episode with which a new row is compared, the newest ones, and most episodes.
@@ -113,7 +113,7 @@ class PrefixFinder:
             packed.append(data)
         lists = join_lists(self._kind, np.array(counts), pa.concat_arrays(own), np.zeros(len(own), bool))
         members = [lists, pa.array(packed, pa.binary())]
-        return pa.StructArray.from_arrays(members, fields=list(stored_type(self._kind)))
+        return pa.StructArray.from_arrays(members, fields=list(to_stored_type(self._kind)))
 
     def _find(
         self, value: Elements, known: OrderedDict[tuple[int, int], int], parent: int
@@ -138,7 +138,7 @@ class PrefixFinder:
         for owner, count in best.pieces if best is not None else ():
             if left:
                 pieces.append(Piece(owner, min(count, left)))
-                left -= pieces[-1].count
+                left -= pieces[-1].size
         if not self._may_use(np.array([piece.owner for piece in pieces], np.int64)).all():
             return [], 0, crc
         return pieces, taken, crc

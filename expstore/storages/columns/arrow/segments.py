@@ -37,7 +37,7 @@ from expstore.storages.columns.arrow.pieces import (
     join_lists,
     pack_pieces,
     split_elements,
-    stored_type,
+    to_stored_type,
 )
 from expstore.storages.columns.column import AppendedPart, add_batches
 
@@ -196,7 +196,7 @@ class Segments(AppendedPart):
             number: key for number, entry in enumerate(fields) if (key := parent_of(entry.arrow)) is not None
         }
         self.stored_kinds = tuple(
-            stored_type(kind) if number in self.parents else kind for number, kind in enumerate(self.kinds)
+            to_stored_type(kind) if number in self.parents else kind for number, kind in enumerate(self.kinds)
         )
         #: Ids of rows whose values had their checksums, by the number of each continued field.
         self._sound = {number: np.zeros(tuning.CONTINUED_SOUND, np.int64) for number in self.parents}

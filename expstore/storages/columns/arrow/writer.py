@@ -327,7 +327,7 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         found = []
         for at, value in enumerate(split_elements(whole)):
             parts, row = pieces.of_row(at), int(ids[at])
-            if (own := len(value) - sum(part.count for part in parts)) > 0:
+            if (own := len(value) - sum(part.size for part in parts)) > 0:
                 parts.append(Piece(row, own))
             if pieces.some[at]:
                 found.append(Source(row, parts, value, int(pieces.crcs[at])))
