@@ -1,8 +1,8 @@
 """Rows that continue earlier rows: which elements a row takes from which rows, as bytes and as arrays.
 
 Used by segments. A row of a continued field is stored as a struct of `own`, the list of its last elements,
-and `pieces`, bytes: the crc32c of its whole value (4 bytes, little-endian), then two varints (LEB128) for each
-piece, the distance from the owner of the piece before to its owner and the number of elements. The first
+and `pieces`, bytes: the crc32c of its whole value (4 bytes, little-endian), then two varints (LEB128) for
+each piece, the distance from the owner of the piece before to its owner and the number of elements. The first
 distance is counted back from the row's id. A piece is the first elements of the owner's `own`. The whole
 value is all pieces and then `own`. `pieces` of a row that is None has no bytes. This module uses no files.
 """

@@ -7,12 +7,12 @@ reads only the headers of its batches; values are read when rows are taken. This
 from __future__ import annotations
 
 import bisect
+import contextlib
 import ctypes
 import itertools
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -789,15 +789,20 @@ class Segments(AppendedPart):
         return iter(range(low, high))
 
     def measure_row_bytes(self, rows: int) -> float:
-        """Return the average disk space of a row, bytes."""
-        return self.mean_bytes
+        """Return the average disk space of a row, bytes; 0 if there are no rows."""
+        held = sum(header.rows for segment in self.segments for header in segment.headers)
+        size = sum(header.size for segment in self.segments for header in segment.headers)
+        return size // held if held else 0
 
     @property
     def mean_bytes(self) -> int:
-        """The average size of a row, bytes; 0 if there are no rows."""
-        rows = sum(header.rows for segment in self.segments for header in segment.headers)
-        size = sum(header.size for segment in self.segments for header in segment.headers)
-        return size // rows if rows else 0
+        """The average size of a row, bytes; 0 if there are no rows; for continued fields that of the newest."""
+        size = int(self.measure_row_bytes(0))
+        newest = [header.last for segment in self.segments[-4:] for header in segment.headers[-16:]]
+        if self.parents and newest:
+            with contextlib.suppress(CorruptionError):  # whoever reads the rows learns of the damage
+                size = max(size, int(self.sizes(np.array(newest)).mean()))
+        return size
 
     def field_bytes(self) -> tuple[int, list[int]]:
         """Return the number of rows, and the disk space of each field's rows, bytes."""
@@ -827,7 +832,7 @@ class Segments(AppendedPart):
         if at < first_id + count:
             yield at, first_id + count - at
 
-    @contextmanager
+    @contextlib.contextmanager
     def reading(self, segment: Segment) -> Iterator[Read]:
         """Yield a function that copies bytes of a segment that may be damaged.
 
