@@ -23,8 +23,8 @@ from expstore.storages.columns.arrow.pieces import (
     to_stored_type,
 )
 
-#: Most rows of an episode with which a new row is compared, the newest ones, and most episodes.
-_ROWS, _EPISODES = 256, 4096
+#: Most rows of an episode with which a new row is compared, the newest ones, and most rows of all episodes.
+_ROWS, _ALL_ROWS = 256, 1 << 17
 
 
 class Source(NamedTuple):
@@ -81,7 +81,7 @@ class PrefixFinder:
     ) -> None:
         self._kind, self._read, self._find_rows, self._may_use = kind, read, find_rows, may_use
         self._recent: OrderedDict[int, Source] = OrderedDict()
-        self._bytes = 0
+        self._bytes = self._names = 0
         #: Rows of each episode, oldest first: the id by the number of elements and the checksum.
         self._known: OrderedDict[int, OrderedDict[tuple[int, int], int]] = OrderedDict()
 
@@ -148,12 +148,13 @@ class PrefixFinder:
         known = self._known.get(episode)
         if known is None:
             known = self._known[episode] = OrderedDict()
-            if len(self._known) > _EPISODES:
-                self._known.popitem(last=False)
             if step > 0:
                 for count, crc, other in self._find_rows(episode, row)[-_ROWS:]:
                     known[count, crc] = other
+            self._names += len(known)
         self._known.move_to_end(episode)
+        while self._names > _ALL_ROWS and len(self._known) > 1:
+            self._names -= len(self._known.popitem(last=False)[1])
         return known
 
     def _source(self, row: int) -> Source | None:
@@ -168,11 +169,12 @@ class PrefixFinder:
 
     def _keep(self, source: Source, known: OrderedDict[tuple[int, int], int]) -> None:
         """Keep a new row in memory."""
-        name = len(source.elements), source.crc
+        name, before = (len(source.elements), source.crc), len(known)
         known.pop(name, None)
         known[name] = source.id
         if len(known) > _ROWS:
             known.popitem(last=False)
+        self._names += len(known) - before
         self._recent[source.id] = source
         self._bytes += source.elements.nbytes
         while self._bytes > tuning.CONTINUED_BYTES and len(self._recent) > 1:

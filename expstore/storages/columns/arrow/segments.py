@@ -796,7 +796,7 @@ class Segments(AppendedPart):
 
     @property
     def mean_bytes(self) -> int:
-        """The average size of a row, bytes; 0 if there are no rows; for continued fields that of the newest."""
+        """The average size of a row, bytes; 0 if there are no rows. Of continued fields: of new rows."""
         size = int(self.measure_row_bytes(0))
         newest = [header.last for segment in self.segments[-4:] for header in segment.headers[-16:]]
         if self.parents and newest:

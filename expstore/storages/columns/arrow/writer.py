@@ -36,6 +36,7 @@ AGAIN = "again"
 #: Number of segments of about the same length that are merged into one.
 _TOGETHER = 8
 _LEAST = 4096
+_NONE = np.zeros(0, np.int64)
 
 
 class SegmentWriter(Segments, WrittenPart, Appender):
@@ -72,7 +73,7 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         self._marked = 0
         self._low, self._deleted = 0, NO_IDS  # all rows up to this id were removed, and these
         self._gone: IdSet | None = NO_IDS  # removed rows, without those that remaining rows continue
-        self._oldest: dict[Path, tuple[int, int]]
+        self._owners: dict[Path, tuple[int, IntArray]]
         #: Returns the ids of the newest stored rows of an episode, before a row, ascending.
         self.find_rows: Callable[[int, int], IntArray] = lambda episode, row: np.zeros(0, np.int64)
         self._forget_prefixes()
@@ -293,8 +294,8 @@ class SegmentWriter(Segments, WrittenPart, Appender):
 
     def _forget_prefixes(self) -> None:
         """Forget the rows in memory that new rows are compared with, and which segments were looked at."""
-        #: Of each segment: how many batches were looked at, and the oldest row that their rows continue.
-        self._oldest = {}
+        #: Of each segment: how many batches were looked at, and which rows their rows continue.
+        self._owners = {}
         self._finders = {
             number: PrefixFinder(
                 self.kinds[number],
@@ -460,30 +461,32 @@ class SegmentWriter(Segments, WrittenPart, Appender):
 
     def _find_needed(self) -> IdSet:
         """Return the removed rows that remaining rows continue; all rows if that cannot be read."""
-        found = [np.zeros(0, np.int64)]
+        found = [_NONE]
         try:
             for segment in list(self.segments):
-                last, oldest = segment.last, self._find_oldest(segment)
-                if last > self._low and (oldest <= self._low or self._deleted.between(oldest - 1, last)):
-                    ids = _ids_of(segment.headers)
-                    for number in self.parents:
-                        owners = np.unique(self.read_pieces(ids[~self.have_left(ids)], number).owners)
-                        found.append(owners[self.have_left(owners)])
+                if segment.last > self._low:
+                    owners = self._list_owners(segment)
+                    found.append(owners[self.have_left(owners)])
         except CorruptionError as exc:
             _logger.warning("no space of removed rows of %s is freed: %s", self.folder.parent, exc)
             return IdSet.of([(1, self.top)])
         return IdSet.of_ids(np.unique(np.concatenate(found)))
 
-    def _find_oldest(self, segment: Segment) -> int:
-        """Return the oldest row that rows of a segment continue, or its first row."""
-        done, oldest = self._oldest.get(segment.path, (0, segment.first))
+    def _list_owners(self, segment: Segment) -> IntArray:
+        """Return the rows that rows of a segment continue; if one of them was removed, of remaining rows."""
         with self.changing:  # a batch is readable once it is in the list
-            headers = segment.headers[done:]
-        for number in self.parents if headers else ():
-            owners = self.read_pieces(_ids_of(headers), number).owners
-            oldest = min(oldest, int(owners.min(initial=oldest)))
-        self._oldest[segment.path] = done + len(headers), oldest
-        return oldest
+            headers = list(segment.headers)
+        done, owners = self._owners.get(segment.path, (0, _NONE))
+        if headers[done:]:
+            owners = np.union1d(owners, self._read_owners(_ids_of(headers[done:])))
+            self._owners[segment.path] = len(headers), owners
+        ids = _ids_of(headers) if self.have_left(owners).any() else _NONE
+        left = self.have_left(ids)
+        return self._read_owners(ids[~left]) if left.any() else owners
+
+    def _read_owners(self, ids: IntArray) -> IntArray:
+        """Return the rows that some rows continue."""
+        return np.unique(np.concatenate([self.read_pieces(ids, number).owners for number in self.parents]))
 
     def have_left(self, ids: IntArray) -> Array:
         """Return which rows were removed from the store, so that they may be missing here. Shapes `(n,)`."""
@@ -612,7 +615,7 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         again = self._write_again(chosen[0], parts, ends=True)
         self._let_go(again)
         for segment in chosen:
-            self._oldest.pop(segment.path, None)
+            self._owners.pop(segment.path, None)
         with self.changing:
             self.replace(self._number(chosen[0]), len(chosen), [again])
         for segment in chosen[1:]:
