@@ -234,12 +234,8 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         """Append rows; return the checksums of their batches."""
         if not self.parents:
             return self.append(run.first_id, run.variable)
-        try:
-            with self.changing:  # no row may be dropped between the choice and the write of pieces
-                return self.append(run.first_id, run.variable, run)
-        except BaseException:
-            self._forget_prefixes()  # rows that were not written
-            raise
+        with self.changing:  # no row may be dropped between the choice and the write of pieces
+            return self.append(run.first_id, run.variable, run)
 
     def write_again(self, run: Run, synced: int) -> None:
         """Append rows that are missing, when a store is opened."""
