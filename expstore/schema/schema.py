@@ -162,7 +162,7 @@ class Schema:
                 if ".".join(parents[:cut]) in seen:
                     raise SchemaError(f"{'.'.join(parents[:cut])!r} is both a field and a group of fields")
         for entry in self.fields:
-            if parent := parent_of(entry.arrow):
+            if entry.arrow and (parent := parent_of(entry.arrow)):
                 other = self[parent] if parent in self else Field(parent, "", ())
                 check_parent(entry.key, parent, other.dtype, other.shape)
 

@@ -114,11 +114,8 @@ class ColumnSet:
             values: An array per column.
         """
         wanted = {key for segments in self.shared for key in segments.parents.values() if key}
-        return {
-            column.entry.key: rows
-            for column, rows in zip(self.columns, values, strict=False)
-            if wanted and column.entry.key in wanted
-        }
+        named = zip(self.columns, values, strict=False)
+        return {column.entry.key: rows for column, rows in named if column.entry.key in wanted}
 
     def gather_rows(self, slots: IntArray, places: Sequence[int]) -> list[Any]:
         """Copy rows out of columns; a file that has rows of two of them is read once.

@@ -417,7 +417,7 @@ class WritableColumns(ColumnSet, Checkpointed):
         apart, crc, batches = self.variable_places, 0, list[int]()
         values = [*columns, *numbers, priorities]
         variable = [columns[place] for place in apart] if apart else []
-        parents = self.read_parents(columns)
+        parents = self.read_parents(columns) if self.shared else {}
         run = Run(
             int(numbers[0, 0]),
             numbers.shape[1],

@@ -89,5 +89,5 @@ def join_payload(group: ColumnSet, parts: Sequence[bytes], pieces: Sequence[tupl
             values[place] = rows.reshape(count, *column.entry.shape)
     ordered = [values[place] for place in range(len(values))]
     ids, episodes, steps, _ = ordered[-4:]
-    parents = group.read_parents(ordered)
+    parents = group.read_parents(ordered) if group.shared else {}
     return Run(int(ids[0]), count, pieces, ordered, variable, [], episodes, steps, parents)
