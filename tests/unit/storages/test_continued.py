@@ -80,7 +80,7 @@ def write(path: Path, kind: Any, talks: list[list[list[int]]], compression: str 
     "of 500 random tokens take a fifteenth of whole rows, 64 turns after a prompt that a group of 8 shares a "
     "thirtieth.",
 )
-@pytest.mark.parametrize("compression", [None, "lz4"])
+@pytest.mark.parametrize("compression", [None, "lz4", "zstd"])
 def test_32_steps_take_a_fifteenth(tmp_path: Path, compression: str | None) -> None:
     talks = [tokens(*[500] * 32, seed=seed) for seed in range(8)]
     whole = write(tmp_path / "whole", ("int32", (None,)), talks, compression)

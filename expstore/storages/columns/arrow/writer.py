@@ -604,7 +604,9 @@ class SegmentWriter(Segments, WrittenPart, Appender):
     @property
     def _merged_bytes(self) -> int:
         """Length of the batches that short ones are merged into, bytes."""
-        return tuning.ARROW_COMPRESSED_BATCH_BYTES // 2 if self.compression else tuning.ARROW_COMPACTED_BYTES
+        if not self.compression:
+            return tuning.ARROW_COMPACTED_BYTES
+        return tuning.ARROW_COMPRESSED_BATCH_BYTES // (1 if self.parents else 2)
 
     def _put_for(self, chosen: Sequence[Segment], parts: Sequence[Array]) -> None:
         """Replace some neighbouring segments by one with these bytes."""
