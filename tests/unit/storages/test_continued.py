@@ -338,6 +338,29 @@ def test_a_ring_keeps_a_bounded_number_of_rows(tmp_path: Path) -> None:
     assert verify(path) == []
 
 
+@pytest.mark.guarantee("keep/continued")
+@pytest.mark.usefixtures("short")
+def test_a_limit_of_bytes_counts_what_deleted_rows_leave(tmp_path: Path) -> None:
+    path, written, root = tmp_path / "a.exp", dict[int, list[int]](), 0
+    schema = {"parent": "int64", "x": Continued("int32", parent="parent"), "next": {"done": "bool"}}
+    with expstore.open(path, layout="arrow", schema=schema, retain={"bytes": 400_000}) as rb:
+        for number in range(40):
+            prompt = tokens(2000, seed=number)[0]
+            for member in range(8):
+                rows = [prompt + row for row in tokens(100 * bool(member), 100, seed=100 * number + member)]
+                data = table(parent=[root if member else 0, 0], x=rows, next__done=[False, True])
+                ids = rb.extend(data, return_ids=True).tolist()
+                root = root if member else ids[0]
+                written |= zip(ids, rows, strict=True)
+            if number % 8 == 7:
+                rb.flush()
+                rb.retention.apply()
+        ids = rb.storage.stored.nth(np.arange(rb.storage.stored.rows))
+        assert rb.storage.read(ids, [1])[0].to_pylist() == [written[row] for row in ids.tolist()]
+        assert 200 < ids.size < len(written)
+    assert segment_bytes(path) < 1.2 * 400_000
+
+
 # -- damage ---------------------------------------------------------------------------------------------
 
 
