@@ -294,9 +294,8 @@ class GroupSampler(Sampler):
             )
         which = "" if self.where is None else f" and match where={self.where!r}"
         return NotReadyError(
-            f"a batch has {self.groups_per_batch} groups, and {ready} are complete, not drawn{which}; of all "
-            f"groups {groups.count('open')} are open and {groups.count('complete')} complete",
-            hint="write more episodes, or close groups that get no more members: rb.groups.close(id)",
+            f"a batch has {self.groups_per_batch} groups, and {ready} are complete, not drawn{which}",
+            hint="write more episodes, or close groups that get no more members; rb.groups() lists them",
         )
 
     def state_dict(self) -> dict[str, Any]:

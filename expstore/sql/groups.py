@@ -394,10 +394,6 @@ class Groups:
             with contextlib.suppress(NotFoundError, StateError):  # it has ended meanwhile
                 self.end_place(catalog, number, "abandoned", "lost")
 
-    def count(self, status: str) -> int:
-        """Return how many groups have a status."""
-        return sum(group.status == status for group in self.by_id.values())
-
     def end(self, catalog: Catalog, number: int, status: str, reason: str = "") -> Group:
         """Close or discard a group, durably.
 

@@ -182,7 +182,7 @@ def test_a_discarded_group_says_why_and_is_never_drawn(tmp_path: Path) -> None:
         with pytest.raises(ArgumentError, match="reason must be text"):
             rb.groups.discard(4, reason="")
         assert set(rb.sample()["prompt"]) == {6}
-        with pytest.raises(NotReadyError, match="0 are open and 1 complete"):
+        with pytest.raises(NotReadyError, match="and 0 are complete, not drawn"):
             rb.sample()
         rb.extend(whole(31, 7))
         assert statuses(rb)[8] == ("complete", None, [8, 9, 10])
@@ -369,7 +369,7 @@ def test_each_group_is_drawn_once_also_after_restarts(order: Any, tmp_path: Path
                 keys.append(check_batch(batch))
     with opened(path, sampler=GroupSampler(2, order)) as rb:
         keys += [check_batch(batch) for batch in rb]
-        with pytest.raises(NotReadyError, match="0 are open and 24 complete"):
+        with pytest.raises(NotReadyError, match="and 0 are complete, not drawn"):
             rb.sample()
         assert not rb.can_sample()
     drawn = [key for some in keys for key in some]
@@ -485,6 +485,18 @@ def test_no_group_is_drawn_in_part_beside_a_writer(tmp_path: Path) -> None:
             over.set()
             thread.join()
         assert set(drawn.values()) == {1}
+
+
+def test_a_refused_draw_does_not_look_at_every_group(tmp_path: Path) -> None:
+    """A learner asks again and again, and a store has many groups."""
+    with opened(tmp_path / "a.exp", sampler=GroupSampler(5)) as rb:
+        fill(rb, 0, 1)
+        groups = rb._store.catalog.groups
+        with pytest.raises(NotReadyError, match="a batch has 5 groups, and 1 are complete"):
+            rb.sample()
+        groups.by_id[99] = None  # it has neither status nor versions
+        with pytest.raises(NotReadyError, match="a batch has 5 groups, and 1 are complete"):
+            rb.sample()
 
 
 def test_a_recorded_draw_whose_group_is_evicted_does_not_come_again_smaller(tmp_path: Path) -> None:
