@@ -357,6 +357,7 @@ class _ByFormula(_Values):
         row_places = {"_episode": 1, "_step": 2, "_time": 3}
         places = [*needs.fields, *(len(schema.fields) + row_places[name] for name in needs.rows)]
         found, columns = read_present(storage, ids, places)
+        needs.mark_missing(storage, found, columns)
         facts = None
         if formula.facts:
             episodes = np.unique(columns[len(needs.fields) + needs.rows.index("_episode")])

@@ -103,6 +103,10 @@ class MemoryStorage(PortableStorage):
         return _Fields(self)
 
     def _add_field(self, new_field: NewField) -> None:
+        if new_field.entry.annotated:
+            raise StateError(
+                f"rows of a {type(self).__name__} cannot be annotated", hint="use a store on disk"
+            )
         with self.locks.reshaping.act():
             with self.lock:
                 self.writer()

@@ -132,7 +132,7 @@ class Codec:
         fields = [
             entry
             for entry, name in zip(schema.fields, self.names, strict=True)
-            if name in given or schema.late.get(entry.key) is None
+            if name in given or not (entry.annotated or schema.late.get(entry.key) is not None)
         ]
         return self if len(fields) == len(schema.fields) else Codec(Schema(fields))
 

@@ -10,7 +10,7 @@ import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -189,6 +189,17 @@ class Carried:
         """Copy how often each of a run of rows was sampled. Shape `(count,)`, uint32."""
         start = first_id - self.low - 1
         return self.columns[-1][start : start + count] if self.counted else np.zeros(count, np.uint32)
+
+    def annotations(self) -> NoReturn:
+        """Raise an error: these rows have no records of annotations.
+
+        Raises:
+            StateError: Always.
+        """
+        raise StateError(
+            "a state or a load hook passes rows on, and not what they were annotated with",
+            hint="use dumps() and loads() without hooks, or drop the annotated fields first",
+        )
 
 
 def _copy(part: Any) -> Any:
