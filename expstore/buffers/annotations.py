@@ -79,9 +79,7 @@ def annotate(
                 f"field {key_name(key)!r} is written with its rows, and is not annotated",
                 hint="change it by rb.update_if_present(id=..., patch=...), or use another name",
             )
-        part = _fit(entry, given)
-        _check_lengths(storage, entry, numbers, part)
-        parts.append(part)
+        parts.append(_fit_rows(storage, entry, numbers, given))
         if not known:
             new.append(entry)
     storage.check_present(numbers)
@@ -92,6 +90,21 @@ def annotate(
     for entry in new:
         fields.add(NewField(entry=entry, specs=storage.settings.specs()))
     storage.annotate_rows(by, numbers, parts)
+
+
+def fit_rows(storage: Storage, entry: Field, ids: IntArray, values: Any) -> Part:
+    """Convert the values of rows to those of an annotated field.
+
+    Raises:
+        SchemaError: They do not fit.
+    """
+    return _fit_rows(storage, entry, ids, _read(entry.key, values, ids.size))
+
+
+def _fit_rows(storage: Storage, entry: Field, ids: IntArray, given: _Given) -> Part:
+    part = _fit(entry, given)
+    _check_lengths(storage, entry, ids, part)
+    return part
 
 
 def make_entry(schema: Schema, key: Key, dtype: str, shape: tuple[int, ...] | None, like: Any) -> Field:

@@ -12,6 +12,7 @@ from tensordict import TensorDict
 
 import expstore
 from expstore.errors import ArgumentError, NotFoundError, SchemaError, StateError
+from expstore.maintenance.verify import verify
 
 LENGTHS = [3, 0, 1, 2, 5, 4]
 
@@ -314,6 +315,41 @@ def test_a_dropped_field_takes_its_values_with_it(store: Any) -> None:
     store.annotate([2], {"score": [[1, 2]]})
     assert lists(store[:2]["score"]) == [[], [1, 2]]
     assert table(store, "SELECT id, value FROM annotations") == [(2, [1.0, 2.0])]
+
+
+@pytest.mark.guarantee("annotations/newest")
+def test_columns_add_takes_fields_of_any_length(tmp_path: Path) -> None:
+    with open_rollouts(tmp_path / "a.exp") as rb:
+
+        def halves(batch: TensorDict) -> list[torch.Tensor]:
+            return [row.float() / 2 for row in batch["tokens"].unbind()]
+
+        rb.columns.add("half", function=halves, dtype="float32", shape=(None,), like="tokens")
+        rb.columns.add("empty", fill=[], dtype=torch.int64, shape=(None,))
+        assert lists(rb[:]["half"]) == [[n / 2 for n in range(count)] for count in LENGTHS]
+        assert lists(rb[:]["empty"]) == [[]] * 6
+        with pytest.raises(SchemaError, match="the row with the id 1 has 1 values, and 3 tokens"):
+            rb.columns.add("other", fill=[1.0], dtype="float32", shape=(None,), like="tokens")
+        with pytest.raises(ArgumentError, match="takes dtype="):
+            rb.columns.add("other", sql="1", dtype="float32", shape=(None,))
+        assert ("other",) not in rb.storage.schema
+        rb.annotate([2], {"other": [[1.0]]})
+        assert lists(rb[:2]["other"]) == [[], [1.0]]
+
+
+@pytest.mark.guarantee("annotations/checked")
+@pytest.mark.parametrize("at", [-1, 20])
+def test_verify_finds_a_damaged_record(at: int, tmp_path: Path) -> None:
+    path = tmp_path / "a.exp"
+    with open_rollouts(path) as rb:
+        rb.annotate([1, 3], {"score": [1.0, 3.0], "loose": [[1.0], [2.0, 3.0]]})
+    assert not verify(path)
+    (file,) = (path / "annotations").iterdir()
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+    found = verify(path)
+    assert [finding.path for finding in found] == ["annotations"]
 
 
 def test_a_store_of_the_best_rows_has_none(tmp_path: Path) -> None:
