@@ -118,7 +118,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.mark.guarantee("annotations/crash")
+@pytest.mark.guarantee(
+    "kill/annotations",
+    "A killed call of `rb.annotate` has written all of its values or none, and calls that returned all.",
+)
 @pytest.mark.usefixtures("no_syncs")
 @pytest.mark.parametrize("torn", [None, 0.5])
 @pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.torture)])
@@ -147,7 +150,11 @@ def test_killed_at_some_acts(
     assert len(counts) > 4
 
 
-@pytest.mark.guarantee("annotations/crash")
+@pytest.mark.guarantee(
+    "power/annotations",
+    "After a power cut the first calls of `rb.annotate` have all of their values and the others none, and each "
+    "has values only for rows that are there.",
+)
 @pytest.mark.usefixtures("no_syncs")
 @pytest.mark.parametrize("cuts", [24, pytest.param(500, marks=pytest.mark.torture)])
 def test_the_power_goes_while_rows_are_annotated(

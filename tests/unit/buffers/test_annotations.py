@@ -52,7 +52,11 @@ def values(rb: Any, sql: str = "SELECT _id, advantage FROM transitions ORDER BY 
     return dict(table(rb, sql))
 
 
-@pytest.mark.guarantee("annotations/newest")
+@pytest.mark.guarantee(
+    "rows/annotations",
+    "Values that `rb.annotate` adds to rows, of any length, are in batches, conditions and "
+    "SQL, the newest per row; a reader, and a store that is opened again, have them.",
+)
 def test_the_newest_value_is_in_batches_rows_and_sql(store: Any) -> None:
     store.annotate([2, 5], {"advantage": [0.5, -1.0]}, by="one")
     store.annotate(torch.tensor([5, 7]), {"advantage": torch.tensor([2.0, 3.0])}, by="two")
@@ -66,7 +70,10 @@ def test_the_newest_value_is_in_batches_rows_and_sql(store: Any) -> None:
         assert value == expected.get(id) or (value != value and id not in expected)
 
 
-@pytest.mark.guarantee("annotations/history")
+@pytest.mark.guarantee(
+    "rows/annotation_history",
+    "The relation `annotations` has every value that a stored row was given, with who gave it and when.",
+)
 def test_the_relation_has_older_values_too(store: Any) -> None:
     store.annotate([2, 5], {"advantage": [0.5, -1.0]}, by="one")
     store.annotate([5], {"advantage": [2.0], "label": [[1, 2, 3]]})
@@ -82,7 +89,7 @@ def test_the_relation_has_older_values_too(store: Any) -> None:
     assert table(store, 'SELECT count(value) FROM annotations WHERE "at" <= now()::TIMESTAMP') == [(4,)]
 
 
-@pytest.mark.guarantee("annotations/newest")
+@pytest.mark.guarantee("rows/annotations")
 def test_conditions_see_annotations_and_skip_rows_without_one(tmp_path: Path) -> None:
     sampler = expstore.RandomSampler(where="advantage >= 0")
     with expstore.open(tmp_path / "a.exp", batch_size=16, sampler=sampler) as rb:
@@ -91,7 +98,7 @@ def test_conditions_see_annotations_and_skip_rows_without_one(tmp_path: Path) ->
         assert set(rb.sample()["id"].tolist()) == {2, 6}
 
 
-@pytest.mark.guarantee("annotations/newest")
+@pytest.mark.guarantee("rows/annotations")
 def test_a_store_that_is_opened_again_has_them_and_a_reader_follows(tmp_path: Path) -> None:
     path = tmp_path / "a.exp"
     with open_rollouts(path) as rb:
@@ -109,7 +116,11 @@ def test_a_store_that_is_opened_again_has_them_and_a_reader_follows(tmp_path: Pa
         assert table(rb, "SELECT count(*) FROM annotations WHERE id = 3 AND field = 'entropy'") == [(2,)]
 
 
-@pytest.mark.guarantee("annotations/checked")
+@pytest.mark.guarantee(
+    "rows/annotation_checks",
+    "Annotations of a wrong shape, length or dtype, or for rows that are gone, raise an error "
+    "and change nothing.",
+)
 def test_values_per_token_are_as_many_as_the_tokens(tmp_path: Path) -> None:
     with open_rollouts(tmp_path / "a.exp") as rb:
         rb.annotate([1], {"logprobs": [np.zeros(3, np.float32)]}, like="tokens")
@@ -120,7 +131,7 @@ def test_values_per_token_are_as_many_as_the_tokens(tmp_path: Path) -> None:
             rb.annotate([1], {"other": [[1.0]]}, like="done")
 
 
-@pytest.mark.guarantee("annotations/checked")
+@pytest.mark.guarantee("rows/annotation_checks")
 @pytest.mark.parametrize(
     ("ids", "given", "error", "words"),
     [
@@ -197,7 +208,10 @@ def test_each_dtype_reads_as_it_was_given(dtype: str, store: Any) -> None:
     ]
 
 
-@pytest.mark.guarantee("annotations/leave")
+@pytest.mark.guarantee(
+    "keep/annotations",
+    "Annotations leave the store with their row.",
+)
 def test_they_leave_a_ring_with_their_rows(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "a.exp", capacity=4, batch_size=2) as rb:
         rb.extend(rows(4))
@@ -216,7 +230,7 @@ def test_they_leave_a_ring_with_their_rows(tmp_path: Path) -> None:
         assert values(rb)[last] == 5.0
 
 
-@pytest.mark.guarantee("annotations/leave")
+@pytest.mark.guarantee("keep/annotations")
 def test_they_leave_with_deleted_rows(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "a.exp", batch_size=2) as rb:
         for start in (0, 4):
@@ -230,7 +244,10 @@ def test_they_leave_with_deleted_rows(tmp_path: Path) -> None:
             rb.annotate([1], {"advantage": [1.0]})
 
 
-@pytest.mark.guarantee("annotations/versions")
+@pytest.mark.guarantee(
+    "version/annotations",
+    "A version has the annotations up to its record; restores, resizes and merges keep them on their rows.",
+)
 def test_a_version_has_those_up_to_its_record(tmp_path: Path) -> None:
     path = tmp_path / "a.exp"
     with open_rollouts(path) as rb:
@@ -249,7 +266,7 @@ def test_a_version_has_those_up_to_its_record(tmp_path: Path) -> None:
             assert table(old, "SELECT count(*) FROM annotations") == [(5 if tag == "after" else 4,)]
 
 
-@pytest.mark.guarantee("annotations/versions")
+@pytest.mark.guarantee("version/annotations")
 def test_a_restore_renames_their_rows(tmp_path: Path) -> None:
     path = tmp_path / "a.exp"
     with open_rollouts(path) as rb:
@@ -273,7 +290,7 @@ def test_a_restore_renames_their_rows(tmp_path: Path) -> None:
         assert table(rb, 'SELECT DISTINCT "by" FROM annotations ORDER BY 1') == [("old",), (None,)]
 
 
-@pytest.mark.guarantee("annotations/versions")
+@pytest.mark.guarantee("version/annotations")
 def test_a_dump_that_another_store_loads_brings_them(tmp_path: Path) -> None:
     with open_rollouts(tmp_path / "a.exp") as rb:
         rb.annotate([1, 3], {"score": [1.0, 3.0]})
@@ -292,7 +309,7 @@ def test_a_dump_that_another_store_loads_brings_them(tmp_path: Path) -> None:
         }
 
 
-@pytest.mark.guarantee("annotations/versions")
+@pytest.mark.guarantee("version/annotations")
 def test_they_survive_a_change_of_the_capacity_and_a_merge(tmp_path: Path) -> None:
     for name in ("a", "b"):
         with expstore.open(tmp_path / f"{name}.exp", capacity=8, batch_size=2) as rb:
@@ -317,7 +334,7 @@ def test_a_dropped_field_takes_its_values_with_it(store: Any) -> None:
     assert table(store, "SELECT id, value FROM annotations") == [(2, [1.0, 2.0])]
 
 
-@pytest.mark.guarantee("annotations/newest")
+@pytest.mark.guarantee("rows/annotations")
 def test_columns_add_takes_fields_of_any_length(tmp_path: Path) -> None:
     with open_rollouts(tmp_path / "a.exp") as rb:
 
@@ -337,7 +354,7 @@ def test_columns_add_takes_fields_of_any_length(tmp_path: Path) -> None:
         assert lists(rb[:2]["other"]) == [[], [1.0]]
 
 
-@pytest.mark.guarantee("annotations/checked")
+@pytest.mark.guarantee("rows/annotation_checks")
 @pytest.mark.parametrize("at", [-1, 20])
 def test_verify_finds_a_damaged_record(at: int, tmp_path: Path) -> None:
     path = tmp_path / "a.exp"
