@@ -24,7 +24,7 @@ from expstore.schema.schema import ARROW, Field, Schema
 from expstore.storages.columns.annotated import item_dtype
 from expstore.storages.format.annotation_log import Part
 from expstore.storages.format.renumbering import Renumbering
-from expstore.storages.new_field import NewField, check_new_field
+from expstore.storages.new_field import NewField, check_new_field, check_present
 
 if TYPE_CHECKING:
     from expstore.storages.base import Storage
@@ -82,14 +82,14 @@ def annotate(
         parts.append(_fit_rows(storage, entry, numbers, given))
         if not known:
             new.append(entry)
-    storage.check_present(numbers)
+    check_present(storage, numbers)
     if not numbers.size:
         return
     if (fields := storage.fields) is None:
         raise StateError(f"a {type(storage).__name__} has no annotated fields", hint="use a store on disk")
     for entry in new:
         fields.add(NewField(entry=entry, specs=storage.settings.specs()))
-    storage.annotate_rows(by, numbers, parts)
+    fields.annotate(by, numbers, parts)
 
 
 def fit_rows(storage: Storage, entry: Field, ids: IntArray, values: Any) -> Part:
@@ -129,8 +129,8 @@ def make_entry(schema: Schema, key: Key, dtype: str, shape: tuple[int, ...] | No
         )
     if like is not None:
         other = to_key(like)
-        found = schema[other] if other in schema else None
-        loose = None if found is None or not found.variable else ragged_of(found.arrow)
+        found = [entry for entry in schema.fields if entry.key == other and entry.variable]
+        loose = ragged_of(found[0].arrow) if found else None
         if shape is not None or loose is None or not loose.is_list:
             raise SchemaError(
                 f"like={like!r} does not fit field {name!r}: both fields must have rows of any length",
@@ -257,14 +257,14 @@ def _check_lengths(storage: Storage, entry: Field, ids: IntArray, part: Part) ->
     """Raise SchemaError if a row has another number of values than the field that it is like."""
     if not entry.like or part.lengths is None:
         return
-    storage.check_present(ids)
+    check_present(storage, ids)
     column: Any = storage.read(ids, [storage.require_schema().place_of(entry.like)])[0]
     expected = column.value_lengths().fill_null(0).to_numpy()
     wrong = np.flatnonzero(expected != part.lengths)
     if wrong.size:
         at = int(wrong[0])
         raise SchemaError(
-            f"field {key_name(entry.key)!r}: the row with the id {ids[at]} has {part.lengths[at]} values, and "
-            f"{expected[at]} {key_name(entry.like)}",
+            f"field {key_name(entry.key)!r}: the row with the id {ids[at]} has {part.lengths[at]} values, "
+            f"and {expected[at]} {key_name(entry.like)}",
             hint=f"give as many values as the row has {key_name(entry.like)}",
         )

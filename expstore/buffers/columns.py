@@ -130,8 +130,8 @@ class Columns:
         if form == (None,):
             if sql is not None or default is not _NOTHING or spec is not None or kind is None:
                 raise ArgumentError(
-                    f"field {key_name(key)!r} of any length takes dtype=, and fill= or function=, and neither "
-                    "sql=, default= nor spec="
+                    f"field {key_name(key)!r} of any length takes dtype=, and fill= or function=, and "
+                    "neither sql=, default= nor spec="
                 )
             entry = make_entry(storage.require_schema(), key, kind, None, like)
             check_new_field(storage, entry)

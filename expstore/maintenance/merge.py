@@ -452,7 +452,7 @@ class _Joined:
     def annotations(self) -> Iterator[tuple[Annotations, Callable[[IntArray], IntArray]]]:
         """Yield the records of annotations of all stores; see `ContentLike`."""
         for run in self._runs:
-            if (found := run.storage.annotations) is not None:
+            if (found := run.storage.state.annotations) is not None:
                 yield found, run.locate
 
     def counts(self, first_id: int, count: int) -> Array:

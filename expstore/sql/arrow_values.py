@@ -11,9 +11,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
+from expstore.core.values import IntArray
 from expstore.schema.arrow_types import ragged_of, to_type
 from expstore.schema.schema import Field
+from expstore.storages.read_view import ReadView
 
 
 class SqlValues:
@@ -49,6 +52,14 @@ def nullable_text(entry: Field) -> str:
     for size in reversed(() if entry.shape == (1,) else entry.shape):
         kind = {"fixed": [kind, size]}
     return json.dumps(kind)
+
+
+def find_present(storage: ReadView, entry: Field, ids: IntArray) -> NDArray[np.bool_]:
+    """Return which rows have a value of an annotated field. Shapes `(n,)`."""
+    annotations = storage.state.annotations
+    if annotations is None:
+        return np.zeros(ids.size, bool)
+    return annotations.find(entry.key, storage.geometry.slot_of(ids))[0] > 0
 
 
 def to_nullable(entry: Field, values: Any, present: Any) -> pa.Array:

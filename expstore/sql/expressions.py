@@ -28,7 +28,7 @@ from expstore.episodes.table import STATUS
 from expstore.errors import ArgumentError, ExpStoreError, QueryError
 from expstore.schema.row_selection import no_rows
 from expstore.schema.schema import Schema
-from expstore.sql.arrow_values import nullable_text, to_nullable
+from expstore.sql.arrow_values import find_present, nullable_text, to_nullable
 from expstore.sql.index import CONFIG
 from expstore.sql.views import ROW_COLUMNS, Column, Relations, call_tops, quote
 from expstore.storages.read_view import ReadView
@@ -134,7 +134,7 @@ class Needs:
         """
         for number, place in enumerate(self.fields):
             if (entry := self.schema.fields[place]).annotated:
-                columns[number] = to_nullable(entry, columns[number], storage.find_annotated(ids, place))
+                columns[number] = to_nullable(entry, columns[number], find_present(storage, entry, ids))
 
 
 @dataclass(frozen=True, slots=True)

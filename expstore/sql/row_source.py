@@ -123,12 +123,12 @@ def _make_reader(storage: ReadView, place: int, entry: Field, window: Window) ->
     if not entry.annotated:
         return lambda numbers: storage.read(window.nth(numbers), [place])[0]
 
-    from expstore.sql.arrow_values import to_nullable
+    from expstore.sql.arrow_values import find_present, to_nullable
 
     def read(numbers: IntArray) -> Any:
         ids = window.nth(numbers)
         (values,) = storage.read(ids, [place])
-        return to_nullable(entry, values, storage.find_annotated(ids, place))
+        return to_nullable(entry, values, find_present(storage, entry, ids))
 
     return read
 
@@ -145,7 +145,7 @@ def read_annotations(storage: ReadView, window: Window, *, values: bool) -> pa.T
 
     from expstore.sql.views import ANNOTATIONS
 
-    annotations, batches = storage.annotations, list[pa.Table]()
+    annotations, batches = storage.state.annotations, list[pa.Table]()
     if annotations is None:
         return ANNOTATIONS.empty_table()
     for at, head, places in annotations.valid_records(storage.require_schema()):

@@ -11,7 +11,7 @@ import logging
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,13 +23,13 @@ from expstore.core.arguments import check_whole
 from expstore.core.change_log import ChangeLog
 from expstore.core.geometry import RingGeometry, check_ndim, round_up
 from expstore.core.spare_slots import spare_slots
-from expstore.core.values import Array, IntArray, Key, key_name
+from expstore.core.values import Array, IntArray, key_name
 from expstore.disk.files import Disk
 from expstore.episodes.groups import add_groups
 from expstore.episodes.log import LogEntry
 from expstore.episodes.sessions import End, Resume, SessionKey
 from expstore.episodes.table import Assignment, Observations
-from expstore.errors import ArgumentError, NoRowError, NotFoundError, SchemaError, StateError
+from expstore.errors import ArgumentError, NotFoundError, SchemaError, StateError
 from expstore.schema.field_roles import Keys
 from expstore.schema.row_fields import ROW_BYTES, priority_place
 from expstore.schema.row_selection import pick
@@ -39,7 +39,6 @@ from expstore.storages.capabilities import FieldChanges, Retention, RowAppending
 from expstore.storages.columns.priorities import check_priorities
 from expstore.storages.columns.sample_counts import Sampled
 from expstore.storages.description import Description
-from expstore.storages.format.annotation_log import Part
 from expstore.storages.new_field import NewField, check_new_field
 from expstore.storages.read_view import (
     PATIENCE,
@@ -329,47 +328,6 @@ class Storage(ReadView):
     def _annotate(self, change: LogEntry | End | Resume) -> None:
         """Record annotations of episodes, then apply them. The caller holds the lock of the episodes."""
         self._state.annotate(change, self._next_position())
-
-    # -- annotated fields ----------------------------------------------------------------------------
-
-    def annotate_rows(
-        self, by: str | None, ids: IntArray, parts: Sequence[Part], declared: Key | None = None
-    ) -> None:
-        """Add values of annotated fields to rows, or forget all values of a field that is being declared.
-
-        Args:
-            by: Who adds them; None: unknown.
-            ids: Ids of the rows; if an id occurs twice, its last value is the newest. Shape `(n,)`.
-            parts: The values, which fit the fields.
-            declared: A field that is about to be added; then there are no rows.
-
-        Raises:
-            NotFoundError: Rows are not in the store; nothing was added.
-            StateError: The store is closed, not open for writing, or has failed.
-            StorageError: The disk failed; nothing was added.
-        """
-        with self.lock:
-            self.writer()
-            self.check_present(ids)
-            show = self._add_annotation(by, ids, parts, declared)
-            with self._note_changes(self.geometry.slot_of(ids)) if ids.size else nullcontext():
-                show()
-
-    def check_present(self, ids: IntArray) -> None:
-        """Raise NoRowError if there is no row with one of these ids. Shape `(n,)`."""
-        gone = ids[~self._state.stored.holds(ids)]
-        if gone.size:
-            named = ", ".join(map(str, gone[:5].tolist())) + (", ..." if gone.size > 5 else "")
-            raise NoRowError(
-                f"{gone.size} of {ids.size} rows are not in the store: {named}",
-                hint="leave out the ids of rows that were removed",
-            )
-
-    def _add_annotation(
-        self, by: str | None, ids: IntArray, parts: Sequence[Part], declared: Key | None
-    ) -> Callable[[], None]:
-        """Store annotations; return a function that makes them the newest ones."""
-        raise StateError(f"a {type(self).__name__} has no annotated fields", hint="use a store on disk")
 
     # -- reading -------------------------------------------------------------------------------------
 

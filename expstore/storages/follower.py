@@ -26,7 +26,6 @@ from expstore.episodes.table import EpisodeTable
 from expstore.errors import StateError, StorageError
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.row_traits import RowTraits
-from expstore.storages.columns.annotated import AnnotatedColumn, Annotations
 from expstore.storages.columns.column_set import ReadColumns
 from expstore.storages.columns.memtable import Overlay
 from expstore.storages.description import Description
@@ -381,6 +380,8 @@ class FollowerStorage(ReadView):
             self.counters.recovered = None
         if source.columns is not None:
             self.priorities.show(_priorities(source.columns, source.overlay, self._slots_of(last)))
+        annotations = None if source.columns is None else source.columns.annotations
+        self._adopt(dataclasses.replace(self._state, annotations=annotations))
         self._known = last
         former, self._source = self._source, source
         former.close()
@@ -592,17 +593,6 @@ class FollowerStorage(ReadView):
         group = source.columns
         wanted = range(len(group.columns) - len(ROW_FIELDS)) if places is None else places
         return source.overlay.read_rows(group, slots, wanted)
-
-    def _annotated(self, place: int) -> AnnotatedColumn:
-        columns = self._source.columns
-        assert columns is not None, "a field has a column"
-        return columns.annotated[place]
-
-    @property
-    def annotations(self) -> Annotations | None:
-        """The records of annotations; None: there are none."""
-        columns = self._source.columns
-        return None if columns is None else columns.annotations
 
     def sizes_of(self, ids: IntArray) -> IntArray:
         """Return the bytes of rows in variable-length fields. Shapes `(n,)`."""

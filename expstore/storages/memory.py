@@ -30,6 +30,7 @@ from expstore.storages.columns.prefetching import RowPrefetcher
 from expstore.storages.columns.sample_counts import Sampled
 from expstore.storages.description import Description
 from expstore.storages.engine.backfill import Filler, check_droppable, places_without
+from expstore.storages.format.annotation_log import Part
 from expstore.storages.new_field import NewField, check_new_field
 from expstore.storages.row_state import EpisodeList, RowState
 from expstore.storages.snapshots.portable_storage import PortableStorage
@@ -104,9 +105,7 @@ class MemoryStorage(PortableStorage):
 
     def _add_field(self, new_field: NewField) -> None:
         if new_field.entry.annotated:
-            raise StateError(
-                f"rows of a {type(self).__name__} cannot be annotated", hint="use a store on disk"
-            )
+            raise _no_annotations(self)
         with self.locks.reshaping.act():
             with self.lock:
                 self.writer()
@@ -312,6 +311,10 @@ def _part(column: Array | Cells, slot: int, count: int) -> Any:
     return column[slot : slot + count] if isinstance(column, np.ndarray) else column.part(slot, count)
 
 
+def _no_annotations(storage: MemoryStorage) -> StateError:
+    return StateError(f"rows of a {type(storage).__name__} cannot be annotated", hint="use a store on disk")
+
+
 class _Fields:
     """Add and drop fields of a storage in RAM.
 
@@ -327,6 +330,10 @@ class _Fields:
     def add(self, new_field: NewField) -> None:
         """Add a field, completely or not at all."""
         self._storage._add_field(new_field)
+
+    def annotate(self, by: str | None, ids: IntArray, parts: Sequence[Part]) -> None:
+        """Raise StateError: rows in RAM have no annotated fields."""
+        raise _no_annotations(self._storage)
 
     def drop(self, key: Key, specs: str) -> None:
         """Drop a field, completely or not at all."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from expstore.core.values import Array, IntArray, key_name
-from expstore.errors import SchemaError, StateError
+from expstore.errors import NoRowError, SchemaError, StateError
 from expstore.schema.schema import DTYPES, OBJECT, Field
 from expstore.storages.format.annotation_log import Part
 from expstore.storages.read_view import keys_for
@@ -86,6 +86,17 @@ def check_new_field(storage: ReadView, entry: Field) -> None:
         raise SchemaError(
             f"field {name!r} would mark trajectories, ends or rewards, which existing rows lack",
             hint="use another name",
+        )
+
+
+def check_present(storage: ReadView, ids: IntArray) -> None:
+    """Raise NoRowError if there is no row with one of these ids. Shape `(n,)`."""
+    gone = ids[~storage.stored.holds(ids)]
+    if gone.size:
+        named = ", ".join(map(str, gone[:5].tolist())) + (", ..." if gone.size > 5 else "")
+        raise NoRowError(
+            f"{gone.size} of {ids.size} rows are not in the store: {named}",
+            hint="leave out the ids of rows that were removed",
         )
 
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from expstore.core.change_log import Changes
 from expstore.core.counters import Counters
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
 
     from expstore.data.batch import Layout
     from expstore.storages.base import Storage
-    from expstore.storages.columns.annotated import AnnotatedColumn, Annotations
     from expstore.storages.format.manifest import Manifest
 
 
@@ -433,24 +431,6 @@ class ReadView(ABC):
         Returns:
             One array per column. Shapes `(n, *row shape)`.
         """
-
-    def find_annotated(self, ids: IntArray, place: int) -> NDArray[np.bool_]:
-        """Return which rows have a value of an annotated field. Shapes `(n,)`.
-
-        Args:
-            ids: Ids of the rows.
-            place: Position of the field.
-        """
-        return self._annotated(place).present(self.geometry.slot_of(ids))
-
-    def _annotated(self, place: int) -> AnnotatedColumn:
-        """Return the column of an annotated field."""
-        raise StateError(f"a {type(self).__name__} has no annotated fields", hint="use a store on disk")
-
-    @property
-    def annotations(self) -> Annotations | None:
-        """The records of annotations; None: there are none."""
-        return None
 
     @abstractmethod
     def intact(self, ids: IntArray) -> bool:

@@ -152,8 +152,8 @@ def test_killed_at_some_acts(
 
 @pytest.mark.guarantee(
     "power/annotations",
-    "After a power cut the first calls of `rb.annotate` have all of their values and the others none, and each "
-    "has values only for rows that are there.",
+    "After a power cut the first calls of `rb.annotate` have all of their values, for rows that are "
+    "there, and the others none.",
 )
 @pytest.mark.usefixtures("no_syncs")
 @pytest.mark.parametrize("cuts", [24, pytest.param(500, marks=pytest.mark.torture)])

@@ -7,7 +7,6 @@ each row. A row that has no value reads as NaN, 0, False, or as a list of length
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
@@ -543,11 +542,6 @@ class AnnotatedColumn(Column):
     def part(self, slot: int, count: int) -> Any:
         """Copy the newest values of a run of slots out."""
         return self.gather(np.arange(slot, slot + count))
-
-    def present(self, slots: IntArray) -> Flags:
-        """Return which rows have a value. Shapes `(n,)`."""
-        at, _ = self.annotations.find(self.entry.key, slots)
-        return at > 0
 
     def mix(self, slots: IntArray, newer: Array, rows: Any) -> Any:
         """Return the newest values: rows that are only in memory have none of their own."""

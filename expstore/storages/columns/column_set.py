@@ -61,7 +61,7 @@ class ColumnSet:
         annotated: The annotated fields, by position.
     """
 
-    #: The values of annotated fields; None: there are none.
+    #: The values of annotated fields; None: no field is annotated.
     annotations: Annotations | None = None
 
     def __init__(

@@ -71,6 +71,7 @@ class OpenStore(RowState):
     def replace_columns(self, columns: WritableColumns) -> None:
         """Use other columns; former columns that are among them stay open."""
         self.columns = columns
+        self.annotations = columns.annotations if columns.annotated else None
 
     def replace_checksums(self, checksums: Checksums) -> None:
         """Use the checksums of other columns; the caller closes the former checksums."""

@@ -240,6 +240,7 @@ class Opening:
                 memtable=Memtable(self._order, priorities),
                 draws=draws,
                 row_changes=row_changes,
+                annotations=None if columns is None else columns.annotations,
             )
             self._make_durable(past, store)
             if past is not None and not past.clean:

@@ -25,7 +25,7 @@ import numpy as np
 from expstore.core import tuning
 from expstore.core.draw_state import DrawState
 from expstore.core.geometry import RingGeometry, round_up
-from expstore.core.values import Array, IntArray, Key, cut_run
+from expstore.core.values import Array, IntArray, cut_run
 from expstore.disk.checkpointed import Pin
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
@@ -37,8 +37,7 @@ from expstore.schema.row_fields import ROW_BYTES, ROW_FIELDS
 from expstore.schema.row_traits import RowTraits
 from expstore.schema.schema import Schema
 from expstore.storages.base import Storage
-from expstore.storages.batch import Payload, Rows, now_us
-from expstore.storages.columns.annotated import AnnotatedColumn, Annotations
+from expstore.storages.batch import Payload, Rows
 from expstore.storages.columns.checksums import Checksums
 from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.columns.memtable import RowBatch
@@ -58,7 +57,6 @@ from expstore.storages.engine.process_exit import Departure, register, unregiste
 from expstore.storages.engine.row_appender import RowAppender
 from expstore.storages.engine.shared_state import SharedState
 from expstore.storages.engine.store_snapshots import StoreSnapshots
-from expstore.storages.format.annotation_log import Part
 from expstore.storages.format.journal import SYNC_SEGMENT_BYTES, Kind
 from expstore.storages.format.layout import ColumnLayout, refuse_objects
 from expstore.storages.format.manifest import Manifest
@@ -585,23 +583,6 @@ class Store(Storage):
             yield
             self.shared.end_change()  # not after a failure, when the rows' contents are unknown
 
-    def _add_annotation(
-        self, by: str | None, ids: IntArray, parts: Sequence[Part], declared: Key | None
-    ) -> Callable[[], None]:
-        columns = self._state.require_columns()
-        log = columns.require_annotations()
-        columns.note_last(self._state.last)
-        size = sum(part.values.nbytes for part in parts)
-        self.space.check_bytes(size, max(1, ids.size), -(-size // max(1, ids.size)))
-        self.health.check_in_place()
-        with self.health.guard():
-            show = log.add(now_us(), by, ids, parts, declared)
-            if self.checkpoints.durable:
-                with self.checkpoints.lock:
-                    log.sync()
-        self.background.note()
-        return show
-
     # -- episodes, and deleted rows ----------------------------------------------------------------
 
     def _annotate(self, change: LogEntry | End | Resume) -> None:
@@ -651,15 +632,6 @@ class Store(Storage):
                 self.drain()
             return self._state.memtable.read_rows(self._state.require_columns(), slots, wanted)
         return memtable.replaced.read_rows(columns, slots, wanted)
-
-    def _annotated(self, place: int) -> AnnotatedColumn:
-        return self._state.require_columns().annotated[place]
-
-    @property
-    def annotations(self) -> Annotations | None:
-        """The records of annotations; None: there are none."""
-        columns = self._state.columns
-        return None if columns is None or not columns.annotated else columns.annotations
 
     def sizes_of(self, ids: IntArray) -> IntArray:
         """Return the bytes of rows in variable-length fields. Shapes `(n,)`."""
@@ -982,7 +954,8 @@ class _BatchWrite:
         # `require_columns` raises the error if there are none.
         ring, columns = store.geometry, state.columns or state.require_columns()
         skipped = self._skipped = store._reserve(rows)
-        columns.note_last(rows.last_id)
+        if columns.annotations is not None:
+            columns.annotations.last = rows.last_id
         # The memtable finds rows by their slots, so it cannot hold a batch that needs one slot twice.
         keeps = (
             not skipped

@@ -1,8 +1,8 @@
 """The records of annotations: values of rows that were written after the rows.
 
 Used by the columns of annotated fields. A record has the values of one call for one or more fields, or
-declares a field. Its head has everything but the values, so that an opening need not read them. docs/format.md
-specifies the files.
+declares a field. Its head has everything but the values, so that an opening need not read them.
+docs/format.md specifies the files.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from expstore.schema.schema import DTYPES
 FILE_BYTES = 256 << 20
 #: An address is the number of a file, and an offset in the file in the lower bits.
 FILE_SHIFT = 40
-#: Length of the head, checksum of what follows in the head, number of the record, time, length and checksum of
-#: the values, rows, and length of the description.
+#: Length of the head, checksum of what follows in the head, number of the record, time, length and checksum
+#: of the values, rows, and length of the description.
 _HEAD = struct.Struct("<IIQqQIIII")
 _FRONT = struct.Struct("<II")
 _LONGEST = 1 << 31
@@ -115,16 +115,16 @@ def pack(
     if declared is not None:
         described["declares"] = declared
     text = json.dumps(described, ensure_ascii=False).encode()
-    tables = [_padded(text), ids.astype("<i8").tobytes()]
-    tables += [_padded(part.lengths.astype("<u4").tobytes()) for part in parts if part.lengths is not None]
-    body = b"".join(_padded(part.values.tobytes()) for part in parts)
+    tables = [_pad(text), ids.astype("<i8").tobytes()]
+    tables += [_pad(part.lengths.astype("<u4").tobytes()) for part in parts if part.lengths is not None]
+    body = b"".join(_pad(part.values.tobytes()) for part in parts)
     size = _HEAD.size + sum(map(len, tables))
     numbers = number, time, len(body), google_crc32c.value(body), ids.size, len(text), 0
     rest = b"".join((_HEAD.pack(size, 0, *numbers)[_FRONT.size :], *tables))
     return _FRONT.pack(size, google_crc32c.value(rest)) + rest, body
 
 
-def _padded(data: bytes) -> bytes:
+def _pad(data: bytes) -> bytes:
     return data + bytes(-len(data) % 8)
 
 

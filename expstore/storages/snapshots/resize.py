@@ -137,7 +137,7 @@ class _Own:
 
     def annotations(self) -> Iterable[tuple[Annotations, Callable[[IntArray], IntArray]]]:
         """Yield the records of annotations; see `ContentLike`."""
-        found = self.storage.annotations
+        found = self.storage.state.annotations
         return [] if found is None else [(found, lambda ids: ids)]
 
 

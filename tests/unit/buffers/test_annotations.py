@@ -338,10 +338,10 @@ def test_a_dropped_field_takes_its_values_with_it(store: Any) -> None:
 def test_columns_add_takes_fields_of_any_length(tmp_path: Path) -> None:
     with open_rollouts(tmp_path / "a.exp") as rb:
 
-        def halves(batch: TensorDict) -> list[torch.Tensor]:
+        def divide(batch: TensorDict) -> list[torch.Tensor]:
             return [row.float() / 2 for row in batch["tokens"].unbind()]
 
-        rb.columns.add("half", function=halves, dtype="float32", shape=(None,), like="tokens")
+        rb.columns.add("half", function=divide, dtype="float32", shape=(None,), like="tokens")
         rb.columns.add("empty", fill=[], dtype=torch.int64, shape=(None,))
         assert lists(rb[:]["half"]) == [[n / 2 for n in range(count)] for count in LENGTHS]
         assert lists(rb[:]["empty"]) == [[]] * 6
