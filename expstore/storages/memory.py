@@ -179,6 +179,8 @@ class MemoryStorage(PortableStorage):
             self.snapshot_pin.wait()
             arrival = Arrival.of(content, self)
             manifest = arrival.manifest
+            if manifest.schema is not None and manifest.schema.annotated:
+                raise _no_annotations(self)
             columns, priorities, table = self._arrange(arrival)
             sampled = self._arrange_sampled(arrival)
             moves = self.schema is not None and not self.schema.same(manifest.schema)

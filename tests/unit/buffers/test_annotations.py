@@ -13,6 +13,7 @@ from tensordict import TensorDict
 import expstore
 from expstore.errors import ArgumentError, NotFoundError, SchemaError, StateError
 from expstore.maintenance.verify import verify
+from expstore.wire.codec import columns_of
 
 LENGTHS = [3, 0, 1, 2, 5, 4]
 
@@ -377,7 +378,7 @@ def test_a_store_of_the_best_rows_has_none(tmp_path: Path) -> None:
             rb.annotate([1], {"score": [1.0]})
 
 
-def test_a_reader_and_a_store_in_memory_refuse(store: Any) -> None:
+def test_a_reader_and_a_store_in_memory_refuse(store: Any, tmp_path: Path) -> None:
     with (
         expstore.open(store.storage.path, mode="r") as reader,
         pytest.raises(StateError, match="reading only"),
@@ -387,3 +388,16 @@ def test_a_reader_and_a_store_in_memory_refuse(store: Any) -> None:
     memory.extend(rows(4))
     with pytest.raises(StateError, match="use a store on disk"):
         memory.annotate([1], {"score": [1.0]})
+    store.annotate([1], {"score": [1.0]})
+    store.dumps(tmp_path / "dumps")
+    empty = expstore.ReplayBuffer(storage=expstore.MemoryStorage(8), batch_size=2)
+    with pytest.raises(StateError, match="use a store on disk"):
+        empty.loads(tmp_path / "dumps")
+
+
+def test_a_batch_with_annotated_fields_is_sent_as_it_is(store: Any) -> None:
+    store.annotate([1, 3], {"score": [1.0, 3.0], "loose": [[1.0], [2.0, 3.0]]})
+    batch = store[:4]
+    schema, columns = columns_of(batch, store.storage.schema)
+    assert not schema.annotated
+    assert dict(zip(schema.keys, columns, strict=True))["loose",].to_pylist() == [[1.0], [], [2.0, 3.0], []]
