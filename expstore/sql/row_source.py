@@ -51,7 +51,8 @@ def relations_of(storage: ReadView, window: Window, sql: str) -> Relations:
         *((entry.key, entry.dtype, entry.shape) for entry in schema.fields),
         *(((f"_{entry.key[1]}",), entry.dtype, ()) for entry in ROW_FIELDS),
     ]
-    unviewed = storage.unviewed_places | {n for n, entry in enumerate(schema.fields) if entry.variable}
+    apart = {n for n, entry in enumerate(schema.fields) if entry.variable or entry.annotated}
+    unviewed = storage.unviewed_places | apart
     places = [place for place in range(len(kinds)) if place not in unviewed]
     runs = window.runs()
     scattered = _Scattered(storage, window) if len(window.deleted) > _MANY_RUNS else None

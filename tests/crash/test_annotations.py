@@ -172,3 +172,28 @@ def test_the_power_goes_while_rows_are_annotated(
         counts.add(count)
         count_cases()
     assert len(counts) > 3
+
+
+@pytest.mark.guarantee("power/annotations")
+@pytest.mark.usefixtures("no_syncs")
+@pytest.mark.parametrize(("boot", "calls"), [(7, 2), (8, 1)])
+def test_values_that_a_power_cut_has_taken_are_cut(
+    boot: int, calls: int, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head can be on the disk without its values; only a power cut can do that."""
+    copy = tmp_path / "copy.exp"
+    rb = open_buffer(place / "a.exp", KillingDisk(1 << 40, serial=True, syncs=False))
+    rb.extend(rows(8, 2))
+    annotate(rb, 0)
+    rb.flush()
+    rb.extend(rows(10, 2))
+    annotate(rb, 1)
+    shutil.copytree(place / "a.exp", copy)
+    rb.close()
+    path = max((copy / "annotations").iterdir())
+    path.write_bytes(path.read_bytes()[:-4] + b"\1" * 4)
+    monkeypatch.setattr(machine, "boot", boot)
+    with open_buffer(copy, KillingDisk(1 << 40, serial=True, syncs=False)) as rb:
+        assert len(rb) == 12
+        found = rb.sql('SELECT DISTINCT "by" FROM annotations ORDER BY ALL').fetchall()
+        assert found == [(str(call),) for call in range(calls)]

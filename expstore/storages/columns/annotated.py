@@ -8,7 +8,8 @@ each row. A row that has no value reads as NaN, 0, False, or as a list of length
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +89,42 @@ class Annotations:
     def records(self) -> Iterator[tuple[int, Head]]:
         """Yield the heads of all records, the oldest first, each with its address."""
         raise NotImplementedError
+
+    def add(
+        self, time: int, by: str | None, ids: IntArray, parts: Sequence[Part], declared: Key | None = None
+    ) -> Callable[[], None]:
+        """Add a record; return a function that makes its values the newest ones here.
+
+        Raises:
+            StorageError: The disk failed; nothing was added.
+        """
+        raise NotImplementedError
+
+    def save(self, target: Target, end: int) -> list[tuple[Path, int]]:
+        """Bring the records up to an address into a snapshot; return the files written, and their lengths."""
+        raise NotImplementedError
+
+    @property
+    def end(self) -> int:
+        """The address after the newest record."""
+        raise NotImplementedError
+
+    def write_copy(
+        self, source: Annotations, keys: Container[Key], rename: Callable[[IntArray], IntArray]
+    ) -> None:
+        """Append the records of other annotations, for their rows that remain.
+
+        Args:
+            source: The other annotations.
+            keys: The present fields.
+            rename: Returns the new ids of rows; 0: the row does not remain. Shapes `(n,)`.
+        """
+        for at, head, places in source.valid_records(keys):
+            ids = rename(head.ids)
+            kept = ids > 0
+            if kept.any():
+                parts = [source.read_part(at, head, place, kept) for place in places]
+                self.add(head.time, head.by, ids[kept], parts)()
 
     def _show(self, at: int, head: Head) -> None:
         """Make the values of a record the newest ones; the lock is held."""
@@ -223,34 +260,58 @@ def _to_lists(entry: Field, data: bytearray, items: IntArray, present: Flags) ->
 
 
 class MemoryAnnotations(Annotations):
-    """Annotations in RAM: a "file" for each record."""
+    """Annotations in RAM: a "file" for each record.
 
-    def __init__(self, slots: int | None) -> None:
+    Args:
+        slots: Number of slots of a ring; None: the store is unbounded.
+        data: Records, as `pack` returns them.
+    """
+
+    def __init__(self, slots: int | None, data: bytes = b"") -> None:
         super().__init__(slots)
         self._records: list[tuple[Head, memoryview]] = []
+        at = 0
+        while at < len(data):
+            head = parse_own(data[at:])
+            self._keep(head, memoryview(data)[at : at + head.size + head.body])
+            at += head.size + head.body
+
+    def _keep(self, head: Head, data: memoryview) -> None:
+        with self._lock:
+            self._records.append((head, data))
+            self._show(len(self._records) << FILE_SHIFT, head)
 
     def add(
         self, time: int, by: str | None, ids: IntArray, parts: Sequence[Part], declared: Key | None = None
     ) -> Callable[[], None]:
         """Prepare a record; return a function that makes its values the newest ones."""
-
         packed, body = pack(len(self._records) + 1, time, by, ids, parts, declared)
-        head = parse_own(packed)
-
-        def show() -> None:
-            with self._lock:
-                self._records.append((head, memoryview(packed + body)))
-                self._show(len(self._records) << FILE_SHIFT, head)
-
-        return show
+        return partial(self._keep, parse_own(packed), memoryview(packed + body))
 
     def _view(self, number: int, end: int) -> memoryview:
         return self._records[number - 1][1]
 
     def records(self) -> Iterator[tuple[int, Head]]:
         """Yield the heads of all records, the oldest first, each with its address."""
-        for number, (head, _) in enumerate(self._records, start=1):
+        for number, (head, _) in enumerate(list(self._records), start=1):
             yield number << FILE_SHIFT, head
+
+    @property
+    def data(self) -> bytes:
+        """All records, one after another."""
+        return b"".join(data for _, data in self._records)
+
+    @property
+    def end(self) -> int:
+        """The address after the newest record in the file of a snapshot."""
+        return (1 << FILE_SHIFT) + sum(len(data) for _, data in self._records)
+
+    def save(self, target: Target, end: int) -> list[tuple[Path, int]]:
+        """Write the records to one file of a snapshot."""
+        path = file_path(target.folder / ANNOTATIONS, 1)
+        target.make_folder(path.parent)
+        target.disk.put(path, self.data[: end & _OFFSET])
+        return [(path, end & _OFFSET)]
 
 
 class AnnotationReader(Annotations):
@@ -269,12 +330,30 @@ class AnnotationReader(Annotations):
         super().__init__(slots)
         self._disk, self._store, self.folder = disk, store, store / ANNOTATIONS
         #: The number of the newest record, and the address after it.
-        self.number, self.end = 0, 0
+        self.number, self._end = 0, 0
         #: Values after this address are compared with their checksums, because a power failure may have taken
         #: some of them; None: no value is in doubt.
         self.covered: int | None = None
         self._file: File | None = None
         self._views: dict[int, memoryview] = {}
+
+    @property
+    def end(self) -> int:
+        """The address after the newest record."""
+        return self._end
+
+    def save(self, target: Target, end: int) -> list[tuple[Path, int]]:
+        """Link the finished files into a snapshot, and copy the newest one."""
+        disk, folder, written = target.disk, target.folder / ANNOTATIONS, []
+        newest, size = end >> FILE_SHIFT, end & _OFFSET
+        target.make_folder(folder)
+        for number in find_files(disk, self.folder):
+            path, copy = file_path(self.folder, number), file_path(folder, number)
+            if number > newest or (number < newest and disk.link(path, copy)):
+                continue
+            disk.put(copy, disk.read_whole(path)[: size if number == newest else None])
+            written.append((copy, disk.size(copy)))
+        return written
 
     def _follow(self) -> None:
         while True:
@@ -283,19 +362,19 @@ class AnnotationReader(Annotations):
                 if not files:
                     return
                 if files[0] > self.end >> FILE_SHIFT:
-                    self.end = files[0] << FILE_SHIFT
+                    self._end = files[0] << FILE_SHIFT
                 self._file = self._disk.open(file_path(self.folder, files[0]), write=False)
             at = self.end & _OFFSET
             head = read_head(self._file, at)
             if head is not None and self.number in (0, head.number - 1) and self._is_sound(self.end, head):
                 self._show(self.end, head)
-                self.end, self.number = self.end + head.size + head.body, head.number
+                self._end, self.number = self._end + head.size + head.body, head.number
                 continue
             following = (self.end >> FILE_SHIFT) + 1
             if at < FILE_BYTES or not self._disk.exists(file_path(self.folder, following)):
                 return
             self._file.close()
-            self._file, self.end = None, following << FILE_SHIFT
+            self._file, self._end = None, following << FILE_SHIFT
 
     def _is_sound(self, at: int, head: Head) -> bool:
         """Return whether the values of a record are not in doubt, or have their checksum."""
@@ -381,7 +460,7 @@ class AnnotationLog(AnnotationReader, Checkpointed):
         """
         self.last, self.covered = last, None if is_sure else covered
         files = find_files(self._disk, self.folder)
-        self.end = (files[0] if files else 1) << FILE_SHIFT
+        self._end = (files[0] if files else 1) << FILE_SHIFT
         for at, head in self.records():
             if head.ids.max(initial=0) > last or not self._is_sound(at, head):
                 break
@@ -411,7 +490,7 @@ class AnnotationLog(AnnotationReader, Checkpointed):
     def _note(self, at: int, head: Head) -> None:
         number = at >> FILE_SHIFT
         self._newest[number] = max(self._newest.get(number, 0), int(head.ids.max(initial=0)))
-        self.end, self.number = at + head.size + head.body, head.number
+        self._end, self.number = at + head.size + head.body, head.number
 
     # -- appending -------------------------------------------------------------------------------------
 
@@ -427,7 +506,7 @@ class AnnotationLog(AnnotationReader, Checkpointed):
         if self.end & _OFFSET >= FILE_BYTES:
             self._open().sync()  # only the newest file may have a record that is not whole
             super().close()
-            self.end = ((self.end >> FILE_SHIFT) + 1) << FILE_SHIFT
+            self._end = ((self.end >> FILE_SHIFT) + 1) << FILE_SHIFT
         file, at = self._open(), self.end & _OFFSET
         if self._has_failed:
             file.truncate(at)  # what is left of the failed record must not look like a later one
@@ -448,7 +527,7 @@ class AnnotationLog(AnnotationReader, Checkpointed):
 
     def _open(self) -> File:
         if self._file is None:
-            self.end = self.end or 1 << FILE_SHIFT
+            self._end = self.end or 1 << FILE_SHIFT
             path = file_path(self.folder, self.end >> FILE_SHIFT)
             self._is_new = self._is_new or not self._disk.exists(path)
             self._disk.make_dir(self.folder)
@@ -494,23 +573,6 @@ class AnnotationLog(AnnotationReader, Checkpointed):
             del self._newest[number]
             with self._lock:
                 self._views.pop(number, None)
-
-    def write_copy(
-        self, source: Annotations, keys: Container[Key], rename: Callable[[IntArray], IntArray]
-    ) -> None:
-        """Append the records of other annotations, for their rows that remain.
-
-        Args:
-            source: The other annotations.
-            keys: The present fields.
-            rename: Returns the new ids of rows; 0: the row does not remain. Shapes `(n,)`.
-        """
-        for at, head, places in source.valid_records(keys):
-            ids = rename(head.ids)
-            kept = ids > 0
-            if kept.any():
-                parts = [source.read_part(at, head, place, kept) for place in places]
-                self.add(head.time, head.by, ids[kept], parts)
 
     def paths(self) -> list[Path]:
         """Return the files."""
@@ -563,17 +625,34 @@ class AnnotatedColumn(Column):
         return 0
 
 
+class AnnotatedCells(AnnotatedColumn):
+    """An annotated field of a storage in RAM; has the methods of its other columns."""
+
+    def __len__(self) -> int:
+        return self.ready
+
+    def put(self, slots: IntArray, values: Any) -> None:
+        """Do nothing: rows that are written have no value."""
+
+    def grow(self, size: int) -> AnnotatedCells:
+        """Return itself: any number of slots has room."""
+        return self
+
+    def forget(self, count: int) -> None:
+        """Do nothing: values are found by the ids of their rows."""
+
+
 class AnnotationCapture(Capture):
-    """The annotations of a snapshot: hard links to finished files, and a copy of the newest one.
+    """The annotations of a snapshot, as they are now.
 
     Args:
-        reader: The store's annotations.
+        annotations: The annotations.
         columns: The annotated columns, by position.
     """
 
-    def __init__(self, reader: AnnotationReader, columns: dict[int, AnnotatedColumn]) -> None:
+    def __init__(self, annotations: Annotations, columns: Mapping[int, AnnotatedColumn]) -> None:
         self.places, self.packings = sorted(columns), dict[int, Packing]()
-        self._reader, self._columns, self.end = reader, columns, reader.end
+        self._annotations, self._columns, self.end = annotations, columns, annotations.end
 
     def rows(self, place: int, first_id: int, count: int) -> list[Any]:
         """Return a run of rows of a field."""
@@ -581,16 +660,7 @@ class AnnotationCapture(Capture):
 
     def begin(self, target: Target) -> list[tuple[Path, int]]:
         """Link and copy the files."""
-        disk, folder, written = target.disk, target.folder / ANNOTATIONS, []
-        newest, size = self.end >> FILE_SHIFT, self.end & _OFFSET
-        target.make_folder(folder)
-        for number in find_files(disk, self._reader.folder):
-            path, copy = file_path(self._reader.folder, number), file_path(folder, number)
-            if number > newest or (number < newest and disk.link(path, copy)):
-                continue
-            disk.put(copy, disk.read_whole(path)[: size if number == newest else None])
-            written.append((copy, disk.size(copy)))
-        return written
+        return self._annotations.save(target, self.end)
 
     def complete(self) -> list[tuple[Path, int]]:
         """Return no file: `begin` has brought in all of them."""

@@ -390,7 +390,7 @@ class WritableColumns(ColumnSet, Checkpointed):
         """
         captures: list[Capture] = [fields.capture(low) for fields in self._variable]
         if self.annotations is not None and self.annotated:
-            captures.append(AnnotationCapture(self.annotations, dict(self.annotated)))
+            captures.append(AnnotationCapture(self.annotations, self.annotated))
         return [*captures, *(packer.capture() for packer in self._packers)]
 
     def give_back(self) -> None:

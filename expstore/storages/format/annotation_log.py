@@ -142,7 +142,7 @@ def read_head(file: File, at: int) -> Head | None:
 def parse_head(data: bytes) -> Head | None:
     """Return the head with these bytes; None if they do not have its checksum."""
     size, crc, number, time, body, body_crc, rows, described, _ = _HEAD.unpack_from(data)
-    if len(data) < size or google_crc32c.value(data[_FRONT.size :]) != crc:
+    if len(data) < size or google_crc32c.value(data[_FRONT.size : size]) != crc:
         return None
     try:
         about = json.loads(data[_HEAD.size : _HEAD.size + described])

@@ -32,7 +32,7 @@ from expstore.schema.schema import Schema
 from expstore.schema.spec_text import check_specs
 from expstore.storages.base import Storage
 from expstore.storages.batch import now_us
-from expstore.storages.columns.annotated import AnnotationLog, Annotations
+from expstore.storages.columns.annotated import Annotations
 from expstore.storages.columns.checksums import BLOCK_ROWS, BlockCheck, Checksums, blocks_of, read_entries
 from expstore.storages.columns.column import Column
 from expstore.storages.columns.column_set import ReadColumns
@@ -387,7 +387,7 @@ class Arrival:
         """
         return np.empty((0, 3), np.int64) if self._common is None else self._common.shift(self._ids)
 
-    def copy_annotations(self, log: AnnotationLog) -> None:
+    def copy_annotations(self, log: Annotations) -> None:
         """Write the annotations of the rows, after `runs`."""
         for found, locate in self.content.annotations():
             log.write_copy(found, self.manifest.schema or (), partial(self._rename, locate))

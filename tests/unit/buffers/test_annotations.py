@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -378,21 +379,69 @@ def test_a_store_of_the_best_rows_has_none(tmp_path: Path) -> None:
             rb.annotate([1], {"score": [1.0]})
 
 
-def test_a_reader_and_a_store_in_memory_refuse(store: Any, tmp_path: Path) -> None:
+def test_a_reader_refuses(store: Any) -> None:
     with (
         expstore.open(store.storage.path, mode="r") as reader,
         pytest.raises(StateError, match="reading only"),
     ):
         reader.annotate([1], {"score": [1.0]})
-    memory = expstore.ReplayBuffer(storage=expstore.MemoryStorage(8), batch_size=2)
-    memory.extend(rows(4))
-    with pytest.raises(StateError, match="use a store on disk"):
-        memory.annotate([1], {"score": [1.0]})
-    store.annotate([1], {"score": [1.0]})
-    store.dumps(tmp_path / "dumps")
-    empty = expstore.ReplayBuffer(storage=expstore.MemoryStorage(8), batch_size=2)
-    with pytest.raises(StateError, match="use a store on disk"):
-        empty.loads(tmp_path / "dumps")
+
+
+def open_memory(capacity: int | None) -> Any:
+    storage = expstore.MemoryStorage(capacity)
+    return expstore.TensorDictReplayBuffer(storage=storage, batch_size=4, with_ids=True)
+
+
+@pytest.mark.guarantee("rows/annotations")
+@pytest.mark.parametrize("capacity", [None, 8])
+def test_rows_in_memory_are_annotated(capacity: int | None) -> None:
+    rb = open_memory(capacity)
+    rb.extend(rows(6))
+    rb.annotate([2, 6], {"score": [2.0, 6.0], "loose": [[1.0], [2.0, 3.0]]}, by="one")
+    rb.annotate([2], {"score": [3.0]})
+    rb.extend(rows(10, 6))
+    sql = "SELECT _id, score FROM transitions ORDER BY _id"
+    if capacity is None:
+        expected = {2: 3.0, 6: 6.0}
+        assert values(rb, sql) == {id: expected.get(id) for id in range(1, 17)}
+        assert lists(rb[[1, 2, 5]]["loose"]) == [[1.0], [], [2.0, 3.0]]
+        assert len(table(rb, "SELECT * FROM annotations")) == 5
+    else:
+        assert values(rb, sql) == dict.fromkeys(range(9, 17))
+        assert table(rb, "SELECT count(*) FROM annotations") == [(0,)]
+    rb.annotate([16], {"score": [7.0]})
+    assert values(rb, sql)[16] == 7.0
+    rb.columns.drop("score")
+    rb.annotate([16], {"score": [[8, 9]]})
+    assert lists(rb[-1:]["score"]) == [[8, 9]]
+
+
+@pytest.mark.guarantee("version/annotations")
+def test_a_dump_and_a_state_of_rows_in_memory_have_them(tmp_path: Path) -> None:
+    memory = open_memory(8)
+    memory.extend(rows(6))
+    memory.annotate([2], {"score": [2.0]}, by="one")
+    memory.annotate([2, 5], {"score": [3.0, 5.0]})
+    expected = {id: {2: 3.0, 5: 5.0}.get(id) for id in range(1, 7)}
+    sql, history = (
+        "SELECT _id, score FROM transitions ORDER BY _id",
+        "SELECT id FROM annotations ORDER BY ALL",
+    )
+    copy = pickle.loads(pickle.dumps(memory))
+    assert values(copy, sql) == expected
+    assert table(copy, history) == [(2,), (2,), (5,)]
+    memory.dumps(tmp_path / "dumps")
+    with expstore.open(tmp_path / "a.exp", capacity=8, batch_size=2) as rb:
+        rb.loads(tmp_path / "dumps")
+        assert values(rb, sql) == expected
+        assert table(rb, history) == [(2,), (2,), (5,)]
+        rb.annotate([6], {"score": [6.0]})
+        rb.dumps(tmp_path / "more")
+    again = open_memory(8)
+    again.loads(tmp_path / "more")
+    assert values(again, sql) == expected | {6: 6.0}
+    again.extend(rows(6, 6))
+    assert values(again, sql) == {5: 5.0, 6: 6.0} | dict.fromkeys(range(7, 13))
 
 
 def test_a_batch_with_annotated_fields_is_sent_as_it_is(store: Any) -> None:
