@@ -240,7 +240,6 @@ class Storage(ReadView):
             places = [last, *range(len(schema.fields)), last - 1]
             self._change(ids, places, [priorities, *columns, times], replaces=True)
             self.priorities.raise_largest(ids, priorities)
-            self._state.note_replaced(count)
             self.counters.extends += 1
             self.priorities.tell(self, self.geometry.slot_of(ids))
 

@@ -295,6 +295,8 @@ class MemoryStorage(PortableStorage):
             kept = [*self._columns, self.priorities.values]
             for place, values in zip(places, columns, strict=True):
                 _put(kept[place], slots, values)
+        if replaces:
+            self._state.note_replaced(ids.size)
 
     def take(self, slots: IntArray, places: Sequence[int] | None) -> list[Array]:
         """Copy rows out by slot, whichever rows are there: shapes `(n, *row shape)`; see `ReadView.take`."""

@@ -7,25 +7,20 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.paths import ROOT
+from tests.support.paths import ROOT, find_memory
 
 Reports = dict[str, dict[str, Any]]
 
 #: Large pages make the many forks cheap (ignored on other systems).
 ENVIRONMENT = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-#: Files in memory are sufficient where no test really syncs, and faster.
-MEMORY = Path("/dev/shm")
-MEMORY_BYTES = 2 << 30
 
 
 def start(*arguments: str, folder: str) -> subprocess.Popen[str]:
@@ -57,8 +52,7 @@ def harness() -> Callable[..., Reports]:
     """Run the harness with several lists of arguments in parallel, by default on files in memory."""
 
     def run(lists: list[list[str]], *, memory: bool = True) -> Reports:
-        memory = memory and MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > MEMORY_BYTES
-        with tempfile.TemporaryDirectory(dir=MEMORY if memory else None) as folder:
+        with tempfile.TemporaryDirectory(dir=find_memory() if memory else None) as folder:
             processes = [start(*arguments, folder=folder) for arguments in lists]
             try:
                 return finish(processes, seconds=3600)

@@ -23,10 +23,9 @@ from hypothesis import strategies as st
 from expstore.core.draws import Draws
 from expstore.testing.model import KEEP, Cell, Model, Row
 from tests.crash.buffer_process import KINDS, SAMPLERS, SEED, Dead, Here, Host, fields_of
+from tests.support.paths import find_memory
 
 pytestmark = pytest.mark.index
-
-MEMORY = Path("/dev/shm")
 
 cells = st.lists(
     st.builds(Cell, st.integers(0, 2), st.sampled_from(["", "", "", "t", "T"])), min_size=1, max_size=30
@@ -394,7 +393,6 @@ class Life(stateful.RuleBasedStateMachine):
 
 def live(kind: str, lives: int, steps: int, note: Callable[..., None], *, long: bool) -> None:
     """Live so many lives of so many acts."""
-    place = MEMORY if MEMORY.is_dir() else None
     settings = hypothesis.settings(
         hypothesis.settings.default,
         max_examples=lives,
@@ -406,7 +404,7 @@ def live(kind: str, lives: int, steps: int, note: Callable[..., None], *, long: 
         suppress_health_check=list(hypothesis.HealthCheck),
         deadline=None,
     )
-    with tempfile.TemporaryDirectory(dir=place) as name:
+    with tempfile.TemporaryDirectory(dir=find_memory()) as name:
         facts = {"kind": kind, "folder": Path(name), "note": staticmethod(note)}
         stateful.run_state_machine_as_test(type("Life", (Life,), facts), settings=settings)
 

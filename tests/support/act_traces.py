@@ -267,8 +267,9 @@ def _state_words(life: Life) -> Iterator[None]:
     places: dict[int, tuple[TracingDisk, Path]] = {}
 
     def note(page: StatePage, text: str) -> None:
-        disk, path = places[id(page)]
-        disk.events.append(Event("STATE", path, data=text))
+        if id(page) in places:  # not of a store of an earlier test, which is closed when it is collected
+            disk, path = places[id(page)]
+            disk.events.append(Event("STATE", path, data=text))
 
     def traced_init(page: StatePage, disk: Any, path: Path, **options: Any) -> None:
         places[id(page)] = disk, path.parent

@@ -30,14 +30,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support.paths import ROOT
+from tests.support.paths import MEMORY, ROOT, find_memory
 from tests.support.torture_reports import Result, Summary, read_result, render
 from tests.support.torture_suites import KINDS, Suite, Unit, all_suites
 
 #: Large pages make the many forks cheap (ignored on other systems).
 ENVIRONMENT = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-#: Files in memory are sufficient where no test really syncs, and faster.
-MEMORY, MEMORY_BYTES = Path("/dev/shm"), 2 << 30
 #: A unit that takes longer is considered hanging.
 UNIT_SECONDS = 2400
 INTERRUPTED = 130
@@ -163,10 +161,8 @@ class Run:
     def run(self, unit: Unit, *, show: bool = False) -> Result | None:
         """Run a unit in a separate process; return its result, or None if the run is being stopped."""
         started = time.monotonic()
-        memory = unit.memory and MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > MEMORY_BYTES
-        with tempfile.TemporaryDirectory(
-            prefix=f"{PREFIX}{os.getpid()}-", dir=MEMORY if memory else None
-        ) as name:
+        place = find_memory() if unit.memory else None
+        with tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-", dir=place) as name:
             here = Path(name)
             out, err, report = here / "out", here / "err", here / "report.xml"
             # Test this checkout, not an installed version.

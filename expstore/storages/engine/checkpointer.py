@@ -172,17 +172,28 @@ class Checkpointer:
         state = store.state
         state.journal.start_segment(state.base_record(store.manifest.generation, opening=False), room=room)
 
-    def append_synced(self, store: Checkpointable, kind: Kind, body: bytes) -> tuple[int, Pin]:
+    def append_synced(
+        self, store: Checkpointable, kind: Kind, body: bytes, *, replaced: int = 0
+    ) -> tuple[int, Pin]:
         """Append and sync a record before its change is made in the columns; return its LSN, and a pin.
 
         The pin prevents checkpoints from covering the record. The caller releases it after the columns have
         changed.
+
+        Args:
+            store: The store.
+            kind: Kind of the record.
+            body: Its body.
+            replaced: How many rows it replaces. They count at once: the next segment of the journal begins
+                with the count.
         """
         with self.lock:  # truncating the journal would close segments under this sync
             with store.locks.episodes:
                 journal = store.state.journal
                 pin = self.pin(journal.sequence)
                 lsn = self.append_record(store, kind, body)
+                if replaced:
+                    store.state.note_replaced(replaced)
                 files, folders = journal.find_unsettled()
             self.sync_journal(files, folders)
         return lsn, pin

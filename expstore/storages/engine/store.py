@@ -530,7 +530,8 @@ class Store(Storage):
         state, shared, record = self._state, self.shared, Redo(ids, list(places), columns, replaces)
         number = state.journal.sequence + 1
         body = shelve_body(self.disk, self.path / REDO, number, record.pack(), settle=self.sync)
-        number, pin = self.checkpoints.append_synced(self, Kind.REDO, body)
+        replaced = ids.size if replaces else 0
+        number, pin = self.checkpoints.append_synced(self, Kind.REDO, body, replaced=replaced)
         slots = self.geometry.slot_of(ids)
         with state.row_changes.record(number, ids):
             self.changes.begin()
@@ -561,6 +562,7 @@ class Store(Storage):
         # No checkpoint may run between the record and the rows, also not after a failure between them.
         with self.locks.episodes, self.health.noting:
             sequence = checkpoints.append_record(self, Kind.REDO, body)
+            state.note_replaced(ids.size)
             if checkpoints.durable:
                 checkpoints.sync_record(state.journal)
             with state.row_changes.record(sequence, ids):

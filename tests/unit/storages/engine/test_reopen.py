@@ -20,6 +20,7 @@ from expstore.core.draw_state import DrawState
 from expstore.core.draws import Draws
 from expstore.errors import StorageError
 from expstore.maintenance import verify
+from expstore.storages import ZarrStorage
 from expstore.storages.columns.packed.writer import PackedColumn
 from expstore.storages.engine.opening import Opening
 from tests.support.batches import counted_frames, numbered_rows
@@ -418,3 +419,31 @@ def test_rows_are_right_after_an_interruption_while_they_are_packed(
         assert len(rb) == 224
         assert read()
     assert not verify(store_path)
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_replaced_rows_are_counted_with_their_record(
+    tmp_path: Path, in_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A segment of the journal that begins right after the record begins with the count of its rows."""
+    if not in_memory:
+        monkeypatch.setattr(tuning, "REPLACED_ROWS_BYTES", 0)
+    path, copy = tmp_path / "run.exp", tmp_path / "killed.exp"
+    rb = expstore.TensorDictReplayBuffer(storage=ZarrStorage(path, 20), batch_size=4)
+    rb.extend(batch(10, 0))
+    rb.flush()
+    storage = rb.storage
+
+    def kill(*_: object) -> None:
+        with storage.locks.episodes:
+            storage.checkpoints.start_segment(storage)
+        storage.sync()
+        shutil.copytree(path, copy)
+
+    monkeypatch.setattr(storage.priorities, "raise_largest", kill)
+    with storage.lock:
+        storage.replace(np.array([2, 5]), storage.take(np.array([6, 7]), None))
+    assert rb.write_count == 12
+    with expstore.open(copy) as found:
+        assert found.write_count == 12
+    rb.close()
