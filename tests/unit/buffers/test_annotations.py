@@ -327,6 +327,14 @@ def test_they_survive_a_change_of_the_capacity_and_a_merge(tmp_path: Path) -> No
         assert table(rb, 'SELECT id, "by" FROM annotations ORDER BY id') == [(2, "a"), (5, "b"), (10, "b")]
 
 
+def test_a_store_is_opened_again_with_the_schema_of_its_rows(tmp_path: Path) -> None:
+    with open_rollouts(tmp_path / "a.exp") as rb:
+        rb.annotate([1], {"score": [1.0]})
+    with open_rollouts(tmp_path / "a.exp") as rb:
+        assert len(rb) == 12
+        assert values(rb, "SELECT _id, score FROM transitions WHERE _id IN (1, 7)") == {1: 1.0, 7: None}
+
+
 def test_a_dropped_field_takes_its_values_with_it(store: Any) -> None:
     store.annotate([1, 2], {"score": [1.0, 2.0]})
     store.columns.drop("score")
