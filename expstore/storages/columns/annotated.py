@@ -44,14 +44,22 @@ if TYPE_CHECKING:
 
 Flags = NDArray[np.bool_]
 _OFFSET = (1 << FILE_SHIFT) - 1
+#: The newest values of fields with rows of up to this size are in memory, bytes.
+SMALL_BYTES = 32
 _NONE = np.empty(0, np.int64)
 
 
 class _Newest:
-    """The newest value of each row of one field, by slot: id of the row, address, and number of items."""
+    """The newest value of each row of one field, by slot: id of the row, address, and number of items.
 
-    def __init__(self) -> None:
+    Args:
+        entry: The field, if its values are small: then they are here, too, because addresses take longer to
+            follow; None: it is ragged, or has larger values.
+    """
+
+    def __init__(self, entry: Field | None = None) -> None:
         self.ids, self.at, self.items = _NONE, _NONE, _NONE
+        self.entry, self.values = entry, None if entry is None else make_missing(entry, 0)
 
     def put(self, slots: IntArray, ids: IntArray, at: IntArray, items: IntArray) -> None:
         size = int(slots.max(initial=-1)) + 1
@@ -60,6 +68,8 @@ class _Newest:
             self.ids, self.at, self.items = (
                 np.concatenate([old, more]) for old in (self.ids, self.at, self.items)
             )
+            if self.entry is not None and self.values is not None:
+                self.values = np.concatenate([self.values, make_missing(self.entry, more.size)])
         self.ids[slots], self.at[slots], self.items[slots] = ids, at, items
 
 
@@ -132,8 +142,14 @@ class Annotations:
             self._fields[head.declared] = _Newest()
         slots = head.ids - 1 if self.slots is None else (head.ids - 1) % self.slots
         for field in head.fields:
-            known = self._fields.setdefault(field.key, _Newest())
-            known.put(slots, head.ids, at + head.size + field.starts, field.items)
+            if (known := self._fields.get(field.key)) is None or not known.ids.size:
+                entry = None if field.shape is None else Field(field.key, field.dtype, field.shape)
+                is_small = entry is not None and entry.row_bytes <= SMALL_BYTES
+                known = self._fields[field.key] = _Newest(entry if is_small else None)
+            places = at + head.size + field.starts
+            known.put(slots, head.ids, places, field.items)
+            if known.values is not None and known.entry is not None and places.size:
+                known.values[slots] = self._copy_rows(known.entry, places)
 
     def find(self, key: Key, slots: IntArray) -> tuple[IntArray, IntArray]:
         """Return the address of the newest value of each slot, 0 without one, and its number of items."""
@@ -156,13 +172,34 @@ class Annotations:
         Raises:
             CorruptionError: A file has lost values.
         """
+        if not entry.variable and entry.row_bytes <= SMALL_BYTES:
+            small = self._gather_small(entry, slots)
+            if small is not None:
+                return small
         at, items = self.find(entry.key, slots)
         if entry.variable:
             return _to_lists(entry, self.copy(at, items * _item_bytes(entry)), items, at > 0)
-        values = np.full((slots.size, *entry.shape), missing_value(entry), entry.numpy_dtype)
+        values = make_missing(entry, slots.size)
         here = at > 0
         if here.any():
             values[here] = self._copy_rows(entry, at[here])
+        return values
+
+    def _gather_small(self, entry: Field, slots: IntArray) -> Array | None:
+        """Copy values that are in memory; None: they are not, or slots were never annotated."""
+        with self._lock:
+            self._follow()
+            known = self._fields.get(entry.key)
+            if known is None or known.values is None:
+                return None
+            try:
+                values = known.values.take(slots, axis=0)
+            except IndexError:
+                return None
+            if self.slots is not None:  # a slot may have a newer row
+                stale = known.ids[slots] != self.last - (self.last - 1 - slots) % self.slots
+                if stale.any():
+                    values[stale] = make_missing(entry, 1)
         return values
 
     def _copy_rows(self, entry: Field, at: IntArray) -> Array:
@@ -238,9 +275,10 @@ def item_dtype(entry: Field) -> str:
     return entry.dtype if found is None else found.dtype
 
 
-def missing_value(entry: Field) -> Any:
-    """Return what rows without a value of a fixed size read as."""
-    return np.nan if entry.numpy_dtype.kind == "f" else 0
+def make_missing(entry: Field, count: int) -> Array:
+    """Return what rows without a value of a fixed size read as. Shape `(count, *row shape)`."""
+    value = np.nan if entry.numpy_dtype.kind == "f" else 0
+    return np.full((count, *entry.shape), value, entry.numpy_dtype)
 
 
 def _to_lists(entry: Field, data: bytearray, items: IntArray, present: Flags) -> pa.Array:
