@@ -88,7 +88,8 @@ class ServedConsumers:
         found = []
         for info in self._buffer.consumers.list():
             one = self._open.get(info.name)
-            more = {"world": read_generation(Disk(), self._folder(info.name))[1]}
+            is_sound = info.damage is None
+            more = {"world": read_generation(Disk(), self._folder(info.name))[1] if is_sound else 0}
             found.append(dataclasses.asdict(info) | more | {"sampler": one and one.wanted["sampler"]})
         return found
 

@@ -109,7 +109,8 @@ class ConsumerList(BaseModel):
     consumers: list[dict[str, Any]] = Field(
         description="Each consumer, by name: `name`, `draws` (recorded), `committed`, `first` (the oldest "
         "draw in its log), `log_bytes`, `is_open` (whether a process draws for it), `leased` (rows that a "
-        "retention policy keeps for it), `world`, and `sampler` if it is open on this server."
+        "retention policy keeps for it), `damage` (what cannot be read of it, or null), `world`, and "
+        "`sampler` if it is open on this server."
     )
 
 

@@ -27,7 +27,6 @@ from expstore.buffers.sampling import Relabeling, Sampling
 from expstore.buffers.store_handle import StoreHandle, StorePart
 from expstore.buffers.torch_dataset import ConsumerDataset
 from expstore.core.arguments import check_whole
-from expstore.core.draw_state import DrawState
 from expstore.core.draws import DrawNumber, Draws
 from expstore.core.values import Selection
 from expstore.disk.files import Disk
@@ -67,7 +66,53 @@ Position = Mapping[str, Any]
 Place = Position | Literal["committed", "end"]
 
 
-class Consumer(StorePart):
+class AnyConsumer:
+    """What the consumers of open and of served stores share: a name, a place, and an owner.
+
+    Threads, processes and crashes: as `Consumer` and `RemoteConsumer` say.
+    """
+
+    #: Its name.
+    name: str
+    #: Whether it was closed.
+    closed = False
+    #: What another process is to do instead of using it.
+    _advice = "open the store and the consumer in the process that draws"
+    _id: str
+    _at: int  # number of the next draw
+    _process: int
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """The place between the last returned batch and the next one: a value that JSON can store."""
+        return {"consumer": self.name, "id": self._id, "draw": self._at}
+
+    def close(self) -> None:
+        """End its use; a second call does nothing."""
+        raise NotImplementedError
+
+    def _check_usable(self) -> None:
+        if self.closed:
+            raise StateError(f"consumer {self.name!r} is closed")
+        if os.getpid() != self._process:
+            raise StateError(
+                f"consumer {self.name!r} belongs to process {self._process}, from which this one was forked",
+                hint=self._advice,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> Any:
+        raise StateError(
+            f"consumer {self.name!r} cannot be copied: one process draws for it", hint=self._advice
+        )
+
+
+class Consumer(AnyConsumer, StorePart):
     """A named reader of a store on disk, with a sampler of its own, whose draws are written down.
 
     `sample` records a draw before it returns the batch. After `seek` the recorded draws come again, with the
@@ -116,13 +161,13 @@ class Consumer(StorePart):
     ) -> None:
         self._folder = _folder_of(store, name)
         rank, world = find_rank(rank, world)
-        self._timeout = _check_timeout(timeout)
+        self._timeout = check_timeout(timeout)
         self._batch_size, self._as_numpy = batch_size, as_numpy
         self._keep, missing = _check_keep(keep), _check_missing(missing)
         seed = None if seed is None else check_whole("seed", seed, hint="use a number such as 7")
         if lease_rows is not None:
             lease_rows = _check_count("lease_rows", lease_rows, "use a number of rows")
-        _check_place(at)
+        check_place(at)
         chosen = RandomSampler() if sampler is None else adapt(resolve_part(sampler, "sample"))
         _check_sampler(chosen, others)
         self.name = name
@@ -138,7 +183,7 @@ class Consumer(StorePart):
         self._using, self._building = threading.Lock(), threading.RLock()
         ahead = _check_count("prefetch", 0 if prefetch is None else prefetch, "use a number of batches")
         self._prefetcher = Prefetcher(ahead) if ahead else None
-        self._process, self._is_parents, self.closed = os.getpid(), False, False
+        self._process, self._is_parents = os.getpid(), False
         storage = store.check_open()
         self._disk = storage.disk if storage.can_write else Disk()
         if isinstance(at, Mapping) and not rank and About.load(self._disk, self._folder) is None:
@@ -157,17 +202,16 @@ class Consumer(StorePart):
                     f"consumer {name!r} draws with seed {self._about.seed}, not {seed}",
                     hint="leave seed out, or take another name",
                 )
-            self._log = DrawLog(self._disk, self._folder, self._about.id, writes=decides)
+            self._id = self._about.id
+            self._log = DrawLog(self._disk, self._folder, self._id, writes=decides)
             if decides:
                 cut_lost_draws(self._log, storage)
                 self._begin_generation()
-            state = DrawState(self._log.count, self._log.progress)
             draws = Draws(self._about.seed, _STREAM + rank)
-            self._state = state
             self._sampler = RecordedDraws(
-                chosen, self._log, state, draws, missing=missing, rank=rank, world=world, decides=decides
+                chosen, self._log, draws, missing=missing, rank=rank, world=world, decides=decides
             )
-            self._sampling = Sampling(store, batches, batches.style, self._sampler, draws=draws, state=state)
+            self._sampling = Sampling(store, batches, batches.style, self._sampler, draws=draws)
             if relabeling is not None:
                 self._sampling.relabel_by(relabeling)
             self._sampler.is_followed = bool(batches.transform.steps) or relabeling is not None
@@ -256,36 +300,50 @@ class Consumer(StorePart):
         """
         request = Request(self._batch_size, self._as_numpy if as_numpy is None else as_numpy)
         with self._using:
-            self._check_usable()
-            if self._prefetcher is None:
-                batch, rows = self._build(self._at, request)
-                self._at += 1
+            at, prefetcher = self._at, self._prefetcher
+            if prefetcher is None:
+                batch, rows = self._build(at, request)
             else:
-                made = self._prefetcher.next(_Ahead(self), request)
+                self._check_usable()
+                made = prefetcher.next(_Ahead(self), request)
                 batch, rows = made.batch, made.selection
-        if not return_info:
+            if return_info:
+                try:
+                    info = self._batches.info(self._store.storage, rows, batch, as_numpy=request.as_numpy)
+                except BaseException:
+                    self._at = at
+                    if prefetcher is not None:
+                        prefetcher.drop(_Ahead(self))
+                    raise
+                batch = batch, info
+            self._at = at + 1
             return batch
-        return batch, self._batches.info(self._store.storage, rows, batch, as_numpy=request.as_numpy)
 
     def _build(self, number: int, request: Request) -> tuple[Any, Selection]:
         """Return the batch of a draw, which is recorded if it is new. If this fails, the draw comes again."""
         with self._building:
-            sampler = self._sampler
+            sampler, sampling, storage = self._sampler, self._sampling, self._store.storage
+            if self.closed or self._is_parents:
+                self._check_usable()
             while True:
-                self._state.number = sampler.number = number
+                sampler.number = number
                 try:
                     if not self._is_plain:
                         self._prepare(number)
                     sampler.is_recorded = number < self._log.count
-                    return self._sampling.next(request)
+                    sampling.check_readable(storage)
+                    batch, rows = sampling.draw(storage, (number, 0), request, [])
+                    sampler.hand_out(storage, rows)
+                    return batch, rows
                 except RowsGoneError:
-                    sampler.rewind(self._store.storage)
+                    sampler.rewind(storage)
                 except BaseException:
-                    sampler.rewind(self._store.storage)
+                    sampler.rewind(storage)
                     raise
 
     def _prepare(self, number: int) -> None:
         """Let a draw be recorded, and its rows be readable, before this rank builds its part."""
+        self._check_usable()
         self._ranks.check()
         storage, log = self._store.storage, self._log
         self._batches.check_fields(storage.schema)
@@ -315,11 +373,9 @@ class Consumer(StorePart):
                 f"draw {number} of consumer {self.name!r} is too far after the last recorded one, "
                 f"{self._log.count - 1}"
             )
-        present = self._state.number
         while (following := self._log.count) <= number:
-            self._state.number = self._sampler.number = following
+            self._sampler.number = following
             self._sampler.decide(self._store.storage, self._batch_size)
-        self._state.number = self._sampler.number = present
 
     def __iter__(self) -> Iterator[Any]:
         """Yield batches, without end or until the sampler has no more rows."""
@@ -416,11 +472,6 @@ class Consumer(StorePart):
     # -- positions ---------------------------------------------------------------------------------
 
     @property
-    def position(self) -> dict[str, Any]:
-        """The place between the last returned batch and the next one: a value that JSON can store."""
-        return {"consumer": self.name, "id": self._about.id, "draw": self._at}
-
-    @property
     def replaying(self) -> bool:
         """Whether the next batch was recorded before; in a rank other than 0, whether rank 0 has drawn it."""
         return self._at < self._count()
@@ -512,7 +563,7 @@ class Consumer(StorePart):
 
     def _find_number(self, place: Place) -> int:
         """Return the number of the draw at a position, for `seek`."""
-        _check_place(place)
+        check_place(place)
         if isinstance(place, Mapping):
             number = self._number_of(place)
         else:
@@ -527,10 +578,10 @@ class Consumer(StorePart):
         return number
 
     def _number_of(self, position: Position) -> int:
-        if position["id"] != self._about.id:
+        if position["id"] != self._id:
             raise ArgumentError(
                 f"the position is of another consumer ({position['consumer']!r}, id {position['id']}), and "
-                f"not of {self.name!r}, id {self._about.id}"
+                f"not of {self.name!r}, id {self._id}"
             )
         return check_whole("draw", position["draw"])
 
@@ -586,27 +637,9 @@ class Consumer(StorePart):
         self._sampling.after_fork()
 
     def _check_usable(self) -> None:
-        if self.closed:
-            raise StateError(f"consumer {self.name!r} is closed")
-        if self._is_parents:
-            raise StateError(
-                f"consumer {self.name!r} belongs to process {self._process}, from which this one was forked",
-                hint="open the store and the consumer in the process that draws",
-            )
+        super()._check_usable()
         if self._store.storage.closed:
             raise build_closed_error()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __reduce__(self) -> Any:
-        raise StateError(
-            f"consumer {self.name!r} cannot be copied: one process draws for it",
-            hint="open the store and the consumer in the process that draws",
-        )
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"at draw {self._at} of {self._log.count}"
@@ -731,7 +764,8 @@ def _check_sampler(sampler: Sampler, others: Collection[Sampler]) -> None:
         )
 
 
-def _check_place(place: Place) -> None:
+def check_place(place: Place) -> None:
+    """Raise ArgumentError if this is not a place of a consumer."""
     if place not in ("committed", "end"):
         _check_position(place)
 
@@ -750,7 +784,8 @@ def _check_missing(missing: str) -> Missing:
     return missing  # type: ignore[return-value]
 
 
-def _check_timeout(timeout: float) -> float:
+def check_timeout(timeout: float) -> float:
+    """Return how long a rank waits; raise ArgumentError if it is not a number of seconds above 0."""
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
         raise ArgumentError(f"timeout must be a number of seconds above 0, got {timeout!r}")
     return timeout

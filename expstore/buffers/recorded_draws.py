@@ -38,7 +38,6 @@ class RecordedDraws(Sampler):
     Args:
         sampler: The sampler.
         log: Where draws are recorded.
-        state: The number of the draw after this one, and the sampler's progress.
         draws: The consumer's random numbers.
         missing: What happens to rows of a recorded draw that are not there any more, or were changed.
         rank: Which part of each draw is returned, from 0.
@@ -50,7 +49,6 @@ class RecordedDraws(Sampler):
         self,
         sampler: Sampler,
         log: DrawLog,
-        state: DrawState,
         draws: Draws,
         *,
         missing: Missing,
@@ -59,7 +57,9 @@ class RecordedDraws(Sampler):
         decides: bool,
     ) -> None:
         super().__init__()
-        self._sampler, self._log, self._state, self._draws = sampler, log, state, draws
+        self._sampler, self._log, self._draws = sampler, log, draws
+        self._state = DrawState(progress=log.progress)  # which has the sampler's progress
+        sampler.keep_progress_in(self._state)
         self._missing, self._rank, self._world = missing, rank, world
         self._decides = decides
         self._seen = 0  # the newest change when the rows were chosen
@@ -84,10 +84,6 @@ class RecordedDraws(Sampler):
     def filter(self) -> Filter | None:  # type: ignore[override]
         """Evaluates `where` and `weight` of the sampler; None if another process chooses rows."""
         return self._sampler.filter if self._decides else None
-
-    def keep_progress_in(self, draws: DrawState) -> None:
-        """Let the sampler store its progress there."""
-        self._sampler.keep_progress_in(draws)
 
     def limit_tokens(self, budget: TokenBudget | None) -> None:
         """Let the sampler draw as many rows as fit; recorded draws have done so.
@@ -126,7 +122,8 @@ class RecordedDraws(Sampler):
         """Return the number of rows that can still be drawn, at least 1 while recorded draws come again."""
         if self.is_recorded:
             return 1
-        self._count(storage)
+        if self._use & Use.COUNTED:
+            self._count(storage)
         return self._sampler.count_left(storage)
 
     def build_no_rows_error(self, storage: ReadView) -> NotReadyError:
@@ -148,11 +145,8 @@ class RecordedDraws(Sampler):
             chosen = self._find_rows_again(storage)
         else:
             self._seen = storage.changes.seen  # before any value is read
-            chosen = self._limit(storage, self._sampler.select(storage, batch_size, generator))
-        if self.is_followed:
-            # The same generator is used, and must not depend on how many numbers the sampler took.
-            self._draws.numbers((self.number, 0), _STEPS)
-        return chosen
+            chosen = self._sampler.select(storage, batch_size, generator)
+        return self._limit(storage, chosen) if self.is_followed else chosen
 
     def sample_again(
         self, storage: ReadView, selection: Selection, generator: np.random.Generator
@@ -165,10 +159,8 @@ class RecordedDraws(Sampler):
         if self.is_recorded:
             chosen = self._find_rows_again(storage)
         else:
-            chosen = self._limit(storage, self._sampler.sample_again(storage, selection, generator))
-        if self.is_followed:
-            self._draws.numbers((self.number, 0), _STEPS)
-        return chosen
+            chosen = self._sampler.sample_again(storage, selection, generator)
+        return self._limit(storage, chosen) if self.is_followed else chosen
 
     def decide(self, storage: ReadView, batch_size: int) -> None:
         """Choose the rows of the next draw, and record it.
@@ -183,17 +175,20 @@ class RecordedDraws(Sampler):
         if not self.count_left(storage):
             raise self.build_no_rows_error(storage)
         while True:
-            draw = self._draws.next(self._state)
+            generator = self._draws.numbers((self.number, 0))
             try:
-                self.hand_out(storage, self.select(storage, batch_size, self._draws.numbers(draw, 0)))
+                self.hand_out(storage, self.select(storage, batch_size, generator))
                 return
             except RowsGoneError:
                 self._sampler.rewind(storage)
-                self._state.number = self.number
 
     def _limit(self, storage: ReadView, chosen: Selection) -> Selection:
-        """Let step transforms and new goals read no row that is appended from now on."""
-        return replace(chosen, newest=storage.stored.last) if self.is_followed else chosen
+        """Let step transforms and new goals read no row that is appended after a draw was recorded.
+
+        They use the same generator, which must not depend on how many numbers the sampler took.
+        """
+        self._draws.numbers((self.number, 0), _STEPS)
+        return chosen if self.is_recorded else replace(chosen, newest=storage.stored.last)
 
     def _find_rows_again(self, storage: ReadView) -> Selection:
         recorded = self._log.read(self.number)
@@ -227,14 +222,18 @@ class RecordedDraws(Sampler):
         """Record a new draw, before its batch is returned; check that no row of a recorded one was changed.
 
         Raises:
-            RowsChangedError: A row of the recorded draw was changed while it was read.
+            RowsChangedError: A row of the recorded draw was changed while it was read, or another step that
+                was read for the batch was changed since the draw, unless missing rows are left out.
             RowsGoneError: A retention policy has deleted a row that the draw would lease.
             StorageError: The disk failed; the draw does not count.
         """
         if self.is_recorded:
-            changed = self._find_changed(storage, selection.ids)
+            ids = selection.ids
+            if selection.around and self._missing == "raise":
+                ids = np.unique(np.concatenate([ids, *(ids.reshape(-1) for ids in selection.around)]))
+            changed = self._find_changed(storage, ids)
             if changed.any():
-                raise build_changed_error(f"draw {self.number}", selection.ids[changed])
+                raise build_changed_error(f"draw {self.number}", ids[changed])
             return
         if not self._use & Use.LEASED:
             self._record(storage, selection)

@@ -23,7 +23,6 @@ from expstore.buffers.rng import GivenDraws, set_state
 from expstore.buffers.row_styles import RowStyle
 from expstore.buffers.sample_units import SampleUnit, check_unit
 from expstore.buffers.store_handle import Life, StoreHandle, StorePart
-from expstore.core.draw_state import DrawState
 from expstore.core.draws import DrawNumber, Draws
 from expstore.core.values import Array, Key, Selection
 from expstore.errors import ArgumentError, ExpStoreError, StateError
@@ -78,7 +77,6 @@ class Sampling(StorePart):
         prefetch: Number of batches that a background thread prepares.
         generator: Random generator of all draws; None: draws follow from the store's seed.
         draws: Random numbers to use instead of both; batches are then drawn by number.
-        state: The draws' number, and the sampler's progress; None: those of the storage.
 
     Raises:
         ArgumentError: A follower is given a limiter.
@@ -96,7 +94,6 @@ class Sampling(StorePart):
         prefetch: int = 0,
         generator: torch.Generator | None = None,
         draws: Draws | None = None,
-        state: DrawState | None = None,
     ) -> None:
         if limiter is not None and store.storage.follows:
             raise ArgumentError(
@@ -116,9 +113,6 @@ class Sampling(StorePart):
         #: Gives rows of batches other values than the stored ones; None: nothing does.
         self.relabeling: Relabeling | None = None
         self._fixed_draws = draws
-        self._state = state
-        if state is not None:
-            self.sampler.keep_progress_in(state)
         #: Random generator of all draws; None: draws follow from the store's seed.
         self.generator = generator
         self._draws: Draws | None = None
@@ -151,15 +145,15 @@ class Sampling(StorePart):
         if self._prefetch:
             made = self._require_prefetcher().next(self, request)
             return made.batch, made.selection
-        draw = (self._draws or self._require_draws()).next(self._state or storage.draws)
-        batch, rows = self._draw(storage, draw, request, [])
+        draw = (self._draws or self._require_draws()).next(storage.draws)
+        batch, rows = self.draw(storage, draw, request, [])
         self.sampler.hand_out(storage, rows)
         return batch, rows
 
-    def _draw(
+    def draw(
         self, storage: ReadView, draw: DrawNumber, request: Request, tried: list[Selection]
     ) -> tuple[Any, Selection]:
-        """Make the batch of a draw.
+        """Make the batch of a draw; it does not count as returned.
 
         Others write to the store meanwhile, so a batch is made again for two reasons:
 
@@ -246,7 +240,9 @@ class Sampling(StorePart):
             columns = storage.read(rows.ids)
             return rows, columns if storage.intact(rows.ids) else None, None
         columns = view.columns()
-        return (replace(rows, oldest=view.oldest), columns, view) if view.intact else (rows, None, None)
+        if not view.intact:
+            return rows, None, None
+        return replace(rows, oldest=view.oldest, around=view.others), columns, view
 
     def check_readable(self, storage: ReadView) -> None:
         """Raise an error if no row can be drawn.
@@ -302,7 +298,7 @@ class Sampling(StorePart):
 
     def draw_ahead(self, number: int) -> DrawNumber:
         """Return the draw of the batch after `number` prefetched batches."""
-        return self._require_draws().ahead(self._state or self._store.storage.draws, number)
+        return self._require_draws().ahead(self._store.storage.draws, number)
 
     def make(self, draw: DrawNumber, request: Request, instead: Selection | None = None) -> Made:
         """Make the batch of a turn; `instead` is an earlier selection for it whose rows were overwritten."""
@@ -310,7 +306,7 @@ class Sampling(StorePart):
         self.check_readable(storage)
         changes = self._changes()
         tried = [] if instead is None else [instead]
-        return Made(*self._draw(storage, draw, request, tried), changes)
+        return Made(*self.draw(storage, draw, request, tried), changes)
 
     def stands(self, made: Made | None) -> bool:
         """Return whether batches of the same age as this one (None: any batches) may still be returned."""
@@ -329,7 +325,7 @@ class Sampling(StorePart):
     def hand_out(self, made: Made) -> None:
         """Count the oldest prefetched batch as returned."""
         storage = self._store.storage
-        self._require_draws().hand_out(self._state or storage.draws)
+        self._require_draws().hand_out(storage.draws)
         self.sampler.hand_out(storage, made.selection)
 
     def give_back(self) -> None:

@@ -43,6 +43,9 @@ def consumers(store: Store, as_json: Json = False) -> int:
             for one in found
         ]
         print_table(["name", "draws", "committed", "leased", "log", "open"], rows)
+        for one in found:
+            if one.damage is not None:
+                typer.echo(f"{one.name} is damaged: {one.damage}")
     else:
         typer.echo(f"{store} has no consumers")
     return 0

@@ -6,7 +6,7 @@ Used by all other packages; only simple arithmetic on ids.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -259,6 +259,7 @@ class Selection:
         anchors: The sampler's own selection, if a sample unit has replaced its rows by `ids`.
         notes: Information that is not one number per row; only part of the info that `sample` returns.
         oldest: The smallest id of other rows that were read for the batch; 0 without such rows.
+        around: Ids of these other rows, in any shapes; some may be those of the batch.
         newest: The largest id that other rows have which are read for the batch; None: no limit.
         mass: What the rows were drawn from; None if the sampler has no mass.
     """
@@ -271,6 +272,7 @@ class Selection:
     anchors: Selection | None = None
     notes: dict[Any, Any] = field(default_factory=dict)
     oldest: int = 0
+    around: Sequence[IntArray] = ()
     newest: int | None = None
     mass: Mass | None = None
 

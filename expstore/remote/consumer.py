@@ -11,10 +11,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import quote
 
-from expstore.buffers.consumer import Place, Position
+from expstore.buffers.consumer import AnyConsumer, Place, Position, check_place, check_timeout
 from expstore.core.arguments import check_whole
 from expstore.errors import ArgumentError, NotFoundError, NotReadyError, StateError
 from expstore.remote.http_member import name_arguments
@@ -29,7 +29,7 @@ _Found = TypeVar("_Found")
 _Infos = list[ConsumerInfo]  # in `RemoteConsumers` `list` is a method
 
 
-class RemoteConsumer:
+class RemoteConsumer(AnyConsumer):
     """A consumer of a served store, with the methods of the consumer of an open buffer.
 
     Positions are those of an open buffer, too: a learner may continue where the store is, and the other way
@@ -54,6 +54,8 @@ class RemoteConsumer:
         timeout: Seconds that a rank other than 0 waits for rank 0.
     """
 
+    _advice = "open a consumer of another name there, or another rank of this one"
+
     def __init__(
         self,
         name: str,
@@ -67,19 +69,18 @@ class RemoteConsumer:
         wait: float,
         timeout: float,
     ) -> None:
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
-            raise ArgumentError(f"timeout must be a number of seconds above 0, got {timeout!r}")
         rank, world = find_rank(rank, world)
-        _read_place(at)
-        self.name, self.closed = name, False
+        check_place(at)
+        self.name = name
         self._connection, self._read, self._settings = connection, read, settings
-        self._wait, self._timeout = wait, timeout
+        self._wait, self._timeout = wait, check_timeout(timeout)
         self._client: dict[str, Any] = {"rank": rank, "world": world}
         self._using, self._process = threading.Lock(), os.getpid()
         self._draws = 0  # that are known to be recorded
         state = self._wait_for_rank_0(lambda: self._put(at))
-        self._client |= {"id": state["id"], "generation": state["generation"]}
-        self._number = int(state["position"]["draw"])
+        self._id = state["id"]
+        self._client |= {"id": self._id, "generation": state["generation"]}
+        self._at = int(state["position"]["draw"])
 
     # -- drawing -----------------------------------------------------------------------------------
 
@@ -101,8 +102,8 @@ class RemoteConsumer:
 
     def _next(self, return_info: bool = False, as_numpy: bool | None = None) -> tuple[Any, bool]:
         with self._using:
-            found = self._fetch(self._number, return_info, as_numpy)
-            self._number += 1
+            found = self._fetch(self._at, return_info, as_numpy)
+            self._at += 1
         return found
 
     def _fetch(self, number: int, return_info: bool, as_numpy: bool | None) -> tuple[Any, bool]:
@@ -158,16 +159,11 @@ class RemoteConsumer:
     # -- positions ---------------------------------------------------------------------------------
 
     @property
-    def position(self) -> dict[str, Any]:
-        """The place between the last returned batch and the next one: a value that JSON can store."""
-        return {"consumer": self.name, "id": self._client["id"], "draw": self._number}
-
-    @property
     def replaying(self) -> bool:
         """Whether the next batch was recorded before; the server is asked if that is not known here."""
-        if self._number >= self._draws:
+        if self._at >= self._draws:
             self._put()
-        return self._number < self._draws
+        return self._at < self._draws
 
     @property
     def committed(self) -> int:
@@ -186,7 +182,7 @@ class RemoteConsumer:
             StateError: The draws after it are not in the log.
         """
         with self._using:
-            self._number = int(self._put(position)["position"]["draw"])
+            self._at = int(self._put(position)["position"]["draw"])
 
     def commit(self, position: Position | None = None) -> None:
         """Record that a checkpoint with this position is safe, so that earlier draws are not needed again.
@@ -246,15 +242,6 @@ class RemoteConsumer:
             time.sleep(pause)
         raise AssertionError("pauses do not end")
 
-    def _check_usable(self) -> None:
-        if self.closed:
-            raise StateError(f"consumer {self.name!r} is closed")
-        if os.getpid() != self._process:
-            raise StateError(
-                f"consumer {self.name!r} belongs to process {self._process}, from which this one was forked",
-                hint="open a consumer of another name here, or another rank of this one",
-            )
-
     # -- life --------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -276,20 +263,8 @@ class RemoteConsumer:
         except (ArgumentError, NotFoundError, StateError):  # it is not open, or not this one, any more
             return
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __reduce__(self) -> NoReturn:
-        raise StateError(
-            f"consumer {self.name!r} cannot be copied: one process draws for it",
-            hint="open a consumer of another name there, or another rank of this one",
-        )
-
     def __repr__(self) -> str:
-        state = "closed" if self.closed else f"at draw {self._number}"
+        state = "closed" if self.closed else f"at draw {self._at}"
         return f"RemoteConsumer({self.name!r}, {str(self._connection.address)!r}, {state})"
 
 
@@ -328,13 +303,9 @@ def _route(name: str) -> str:
     return f"consumers/{name}"
 
 
-def _read_place(place: object) -> dict[str, Any]:
+def _read_place(place: Place) -> dict[str, Any]:
     """Return a place as fields of a request."""
-    if isinstance(place, Mapping) and {"consumer", "id", "draw"} <= place.keys():
-        return {"at": check_whole("draw", place["draw"]), "id": str(place["id"])}
-    if isinstance(place, str) and place in ("committed", "end"):
+    check_place(place)
+    if isinstance(place, str):
         return {"at": place}
-    raise ArgumentError(
-        f"{place!r:.100} is not a position",
-        hint="pass what `position` returned; seek() and at= also take 'committed' and 'end'",
-    )
+    return {"at": check_whole("draw", place["draw"]), "id": str(place["id"])}

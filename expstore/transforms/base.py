@@ -92,6 +92,8 @@ class StepView:
         #: The transforms and what their `look` returned, in their order.
         self.seen: list[tuple[StepTransform, Any]] = []
         self._oldest = int(ids.min()) if ids.size else 0
+        #: Ids of all rows that this view returned, in any shapes; some more than once.
+        self.others: list[IntArray] = []
         self._lost = False
         self._changes = storage.changes.number
         self._located: tuple[Runs, IntArray, int, tuple[IntArray, IntArray]] | None = None
@@ -309,6 +311,7 @@ class StepView:
 
     def _show(self, ids: IntArray) -> None:
         if ids.size:
+            self.others.append(ids)
             self._oldest = min(self._oldest or int(ids.flat[0]), int(ids.min()))
 
     def _runs_around(self, ids: IntArray, *, back: bool) -> Runs:

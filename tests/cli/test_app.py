@@ -818,7 +818,7 @@ def test_consumers(cli: Cli, store: Path) -> None:
         learner.sample()
         found = cli("consumers", store)
         assert found.code == 0
-        assert found.out.splitlines()[-1].split() == ["learner", "2", "1", "0", "362", "bytes", "yes"]
+        assert found.out.splitlines()[-1].split() == ["learner", "2", "1", "0", "330", "bytes", "yes"]
     (known,) = cli("consumers", store, "--json").json["consumers"]
     assert (known["draws"], known["committed"], known["is_open"]) == (2, 1, False)
     with (
@@ -829,4 +829,8 @@ def test_consumers(cli: Cli, store: Path) -> None:
             learner.sample()
     (known,) = cli("consumers", store, "--json").json["consumers"]
     assert known["leased"] == 8
+    (store / "consumers" / "learner" / "consumer.json").write_text("{")
+    found = cli("consumers", store)
+    assert found.code == 0
+    assert "learner is damaged: " in found.out
     assert cli("consumers", store.parent).code == 2

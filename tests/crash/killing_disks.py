@@ -35,6 +35,9 @@ class _KillingFile(File):
         self.disk.gate("sync", self.path)
         self.disk.syncs += 1
 
+    def write_mapped(self, data: bytes, offset: int) -> None:
+        self.write(data, offset)
+
     def write(self, data: Any, offset: int) -> None:
         part = self.disk.part_of(len(data) if isinstance(data, bytes) else data.nbytes)
         if part is not None:

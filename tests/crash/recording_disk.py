@@ -47,6 +47,9 @@ class Event:
 class _RecordedFile(File):
     disk: RecordingDisk
 
+    def write_mapped(self, data: bytes, offset: int) -> None:
+        self.write(data, offset)
+
     def write(self, data: Any, offset: int) -> None:
         raw = data if isinstance(data, bytes) else data.tobytes()
         self.disk.meanwhile()

@@ -147,6 +147,45 @@ def test_a_disk_that_is_full_for_real(tmp_path: Path, mode: str, rows: int) -> N
     assert words[2:] == ["followed", words[1], "True"]
 
 
+DRAW = """
+import errno, os, sys
+import torch
+import expstore
+
+folder = sys.argv[1]
+ballast = os.path.join(folder, "ballast")
+with open(ballast, "wb") as out:
+    out.write(bytes(1_000_000))
+with expstore.open(os.path.join(folder, "run.exp"), batch_size=256) as rb:
+    rb.extend({"x": torch.arange(1000)})
+    rb.flush()
+    c, drawn, errors = rb.consumer("learner", keep="all"), [], 0
+    while errors < 4:
+        try:
+            drawn.append(c.sample()["id"].tolist())
+        except expstore.errors.StorageError as exc:
+            assert exc.kind == "disk_full" and exc.errno == errno.ENOSPC, repr(exc)
+            errors += 1
+        assert len(drawn) < 10_000
+    os.unlink(ballast)
+    for _ in range(300):
+        drawn.append(c.sample()["id"].tolist())
+    assert [batch["id"].tolist() for batch in c.replay(0)] == drawn
+print("drawn", len(drawn))
+"""
+
+
+@pytest.mark.guarantee("disk/full")
+@pytest.mark.slow
+def test_a_consumer_draws_until_the_disk_is_full(tmp_path: Path) -> None:
+    """A typed error and no SIGBUS: the log is written through a map; the draw that failed comes later."""
+    (tmp_path / "draw.py").write_text(DRAW)
+    command = [sys.executable, "-X", "faulthandler", str(tmp_path / "draw.py"), str(tmp_path / "disk")]
+    done = in_small_disk(tmp_path, command, size="6m")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(done.stdout.split()[1]) > 600
+
+
 AGAIN = """
 import os, sys
 import torch

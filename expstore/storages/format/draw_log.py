@@ -37,19 +37,26 @@ from expstore.storages.format.renumbering import Renumbering
 CONSUMERS = "consumers"
 #: A segment that is longer gets no more records, bytes.
 SEGMENT_BYTES = 8 << 20
+#: How many bytes are read first to find new records.
+_PIECE_BYTES = 4096
 
 _FORMAT = 1
 ABOUT = "consumer.json"
 _NONE = np.empty(0, np.int64)
 _DIGITS = 16
-#: Length of the record, checksum of what follows, number, kind, whether iteration ends, `Use`.
-_HEADER = struct.Struct("<IIQB?B5x")
+#: Length of the record, checksum of what follows, number, kind, whether iteration ends, `Use`, and whether
+#: ids have 4 bytes instead of 8.
+_HEADER = struct.Struct("<IIQB?B?4x")
 #: What the checksum covers of it.
-_NAMED = struct.Struct("<QB?B5x")
+_NAMED = struct.Struct("<QB?B?4x")
 _FRONT = struct.Struct("<II")
 #: The newest change, the newest id that was gone and the newest id, progress, time, rows, runs (0: ids
 #: follow), rows asked for, length of the description of the columns.
 _DRAW = struct.Struct("<qqq4qqIIII")
+#: A draw's record without the front: both of the above.
+_HEAD = struct.Struct(_NAMED.format + _DRAW.format[1:])
+#: dtypes of ids, by whether they have 4 bytes.
+_IDS = (np.dtype("<i8"), np.dtype("<u4"))
 
 
 class Kind(IntEnum):
@@ -233,7 +240,8 @@ class DrawLog:
     @property
     def size(self) -> int:
         """Length of the log, bytes."""
-        return sum(self._disk.size(segment.path) for segment in self._segments)
+        newest = self._segments[-1].length if self._segments else 0
+        return sum(self._disk.size(segment.path) for segment in self._segments[:-1]) + newest
 
     def read(self, number: int) -> Draw:
         """Return a recorded draw.
@@ -293,12 +301,22 @@ class DrawLog:
 
     def _scan(self, segment: _Segment) -> bool:
         """Find the new records of a segment, up to one that is torn; return whether it has a base."""
+        piece, is_over = _PIECE_BYTES, False
         with contextlib.closing(self._disk.open(segment.path, write=False)) as file:
-            start = segment.length
-            data = file.read(start, file.size() - start)
-        at = 0
+            while not is_over:  # in larger and larger pieces: many zeros may follow a few new records
+                start, data = segment.length, file.read(segment.length, piece)
+                if not self._take_records(segment, data):
+                    return False
+                following = data[segment.length - start :][: _HEADER.size]
+                is_over = len(data) < piece or following == bytes(_HEADER.size)
+                piece *= 4
+        return segment.length > 0
+
+    def _take_records(self, segment: _Segment, data: bytes) -> bool:
+        """Take the whole records at the beginning of bytes after those that are known; False: not a base."""
+        start, at = segment.length, 0
         while self._is_sound(data, at):
-            size, _, number, kind, _, use = _HEADER.unpack_from(data, at)
+            size, _, number, kind, _, use, _ = _HEADER.unpack_from(data, at)
             if start + at == 0:
                 if kind != Kind.BASE or number != segment.first:
                     return False
@@ -319,7 +337,7 @@ class DrawLog:
                 break
             at += size
         segment.length = start + at
-        return segment.length > 0
+        return True
 
     def follow(self) -> int:
         """Find what was appended since, also by another process; return `count`."""
@@ -394,7 +412,7 @@ class DrawLog:
         data = self._disk.read_whole(segment.path)
         for number, at in enumerate(segment.offsets, segment.first):
             # The last one does not count if its append was interrupted.
-            if first <= number < self.count and _HEADER.unpack_from(data, at)[-1] & use:
+            if first <= number < self.count and _HEADER.unpack_from(data, at)[5] & use:
                 yield number, _parse_ids(data, at)
 
     # -- appending ---------------------------------------------------------------------------------
@@ -421,34 +439,33 @@ class DrawLog:
                 f"the sampler returned {sorted(map(str, selection.notes))}, which are not one value per row",
                 hint="a consumer can record rows and values for each of them",
             )
-        segment = self._require_segment()
-        ids, info, marks, described = selection.ids, selection.info, selection.marks, b""
-        runs = _find_runs(ids)
-        parts: list[Any] = [ids if runs is None else runs]
-        if info or marks:
-            parts += [np.ascontiguousarray(values) for values in info.values()]
-            parts += [np.ascontiguousarray(mark.flags) for mark in marks]
+        file, segments = self._file, self._segments
+        if file is None or not segments or segments[-1].length >= SEGMENT_BYTES:
+            file = self._require_file()
+        segment = segments[-1]
+        ids, described, pieces, number = selection.ids, b"", 0, self.count
+        rows, is_short = ids.size, last < 1 << 32
+        if rows > 1 and ids.item(1) - ids.item(0) == 1 and (runs := _find_runs(ids)) is not None:
+            ids, pieces = runs, len(runs)
+        body: Any = ids.astype(_IDS[is_short])
+        if selection.info or selection.marks:
+            parts = [body, *selection.info.values(), *(mark.flags for mark in selection.marks)]
+            body = b"".join([part.tobytes() for part in parts])
             described = json.dumps(_describe(selection)).encode()
-        pieces = 0 if runs is None else len(runs)
-        head = _DRAW.pack(
-            changes,
-            low,
-            last,
-            *progress,
-            time.time_ns() // 1000,
-            ids.size,
-            pieces,
-            selection.asked,
-            len(described),
-        )
+        head = _HEAD.pack(
+            number, Kind.DRAW, ends, use, is_short, changes, low, last, *progress, time.time_ns() // 1000,
+            rows, pieces, selection.asked, len(described),
+        )  # fmt: skip
         # Ctrl-C may end this anywhere. Until the draw counts, `follow` finds it, or the next one replaces it.
-        number = self.count
-        length = self._write(segment, Kind.DRAW, number, head, described, *parts, ends=ends, use=use)
-        segment.offsets[number - segment.first :] = [segment.length]
+        rest, start = b"".join((head, described, body)), segment.length
+        # As `_frame`, whose call would take half a microsecond.
+        frame = _FRONT.pack(_FRONT.size + len(rest), google_crc32c.extend(self._salt, rest)) + rest
+        file.write_mapped(frame, start)
+        segment.offsets[number - segment.first :] = [start]
         segment.progress, segment.low = tuple(progress), low
         if use & Use.LEASED:
             segment.leased = number
-        segment.length = length
+        segment.length = start + len(frame)
         self.count = number + 1
 
     def commit(self, count: int) -> None:
@@ -457,27 +474,14 @@ class DrawLog:
         Raises:
             StorageError: The disk failed.
         """
-        segment = self._require_segment()
-        segment.length = self._write(segment, Kind.COMMIT, count)
+        file, frame = self._require_file(), self._frame(_NAMED.pack(count, Kind.COMMIT, False, 0, False))
+        segment = self._segments[-1]
+        file.write_mapped(frame, segment.length)
+        segment.length += len(frame)
         segment.committed = count
 
-    def _write(
-        self,
-        segment: _Segment,
-        kind: Kind,
-        number: int,
-        *body: Any,
-        ends: bool = False,
-        use: int = Use.NONE,
-    ) -> int:
-        """Write a record after the last one of the newest segment; return where it ends."""
-        assert self._file is not None
-        frame = self._frame(kind, number, *body, ends=ends, use=use)
-        self._file.write(frame, segment.length)
-        return segment.length + len(frame)
-
-    def _frame(self, kind: Kind, number: int, *body: Any, ends: bool = False, use: int = Use.NONE) -> bytes:
-        rest = b"".join((_NAMED.pack(number, kind, ends, use), *body))
+    def _frame(self, rest: bytes) -> bytes:
+        """Return a whole record: the front, and the rest."""
         return _FRONT.pack(_FRONT.size + len(rest), google_crc32c.extend(self._salt, rest)) + rest
 
     def _frame_base(self, segment: _Segment) -> bytes:
@@ -486,21 +490,23 @@ class DrawLog:
             base["leased"] = segment.leased_before
         if segment.counts is not None:
             base["counts"] = segment.counts
-        return self._frame(Kind.BASE, segment.first, json.dumps(base).encode())
+        head = _NAMED.pack(segment.first, Kind.BASE, False, Use.NONE, False)
+        return self._frame(head + json.dumps(base).encode())
 
-    def _require_segment(self) -> _Segment:
-        """Return the newest segment, open for appending, or a new one after a full one."""
+    def _require_file(self) -> File:
+        """Return the file of the newest segment, open for appending, or of a new one after a full one."""
         if not self._segments or self._segments[-1].length >= SEGMENT_BYTES:
             return self._start_segment()
-        newest = self._segments[-1]
         if self._file is None:
+            newest = self._segments[-1]
             self._file = file = self._disk.open(newest.path)
             if file.size() > newest.length:
                 file.truncate(newest.length)  # what is torn must not look like the end of a later record
-        return newest
+        return self._file
 
-    def _start_segment(self) -> _Segment:
+    def _start_segment(self) -> File:
         if self._file is not None:
+            self._shorten()
             self.sync()  # so that only the newest segment may be incomplete after a power failure
         segment = _Segment(self._folder / f"{self.count:0{_DIGITS}d}", self.count)
         segment.progress, segment.committed = self.progress, self.committed
@@ -519,7 +525,13 @@ class DrawLog:
         self._segments.append(segment)
         if former is not None:
             former.close()
-        return segment
+        return file
+
+    def _shorten(self) -> None:
+        """Remove the reserved zeros at the end of the newest segment."""
+        newest = self._segments[-1] if self._segments else None
+        if self._file is not None and newest is not None and self._file.size() > newest.length:
+            self._file.truncate(newest.length)
 
     def sync(self) -> None:
         """Bring all recorded draws to the disk.
@@ -615,6 +627,7 @@ class DrawLog:
     def close(self) -> None:
         """Sync, and close the files."""
         try:
+            self._shorten()
             self.sync()
         finally:
             self._close_file()
@@ -661,10 +674,14 @@ def find_oldest_change(disk: Disk, store: Path) -> int:
 
 def find_consumers(disk: Disk, store: Path) -> Iterator[tuple[Path, About]]:
     """Yield the folder of each consumer of a store, and what consumer.json says, by name."""
+    for folder in _find_folders(disk, store):
+        if (about := About.load(disk, folder)) is not None:
+            yield folder, about
+
+
+def _find_folders(disk: Disk, store: Path) -> list[Path]:
     root = store / CONSUMERS
-    for name in sorted(disk.names(root)) if disk.is_dir(root) else ():
-        if (about := About.load(disk, root / name)) is not None:
-            yield root / name, about
+    return [root / name for name in sorted(disk.names(root))] if disk.is_dir(root) else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -679,6 +696,7 @@ class ConsumerInfo:
         log_bytes: Length of its log.
         is_open: Whether a process draws for it.
         leased: Number of rows that a retention policy keeps for it, because they are drawn and not committed.
+        damage: What cannot be read of it; then the numbers are 0. None: nothing was found.
     """
 
     name: str
@@ -688,16 +706,22 @@ class ConsumerInfo:
     log_bytes: int
     is_open: bool
     leased: int
+    damage: str | None = None
 
 
 def describe_consumers(disk: Disk, store: Path, rows: int) -> list[ConsumerInfo]:
     """Return what is known of each consumer of a store, by name. `rows`: number of rows samplers see."""
     found = []
-    for leases in find_leases(disk, store, rows):
-        log, is_open = leases.log, is_locked(disk, leases.folder / LOCK)
-        committed = read_committed(disk, leases.folder, log.committed)
-        facts = log.count, committed, log.first, log.size
-        found.append(ConsumerInfo(leases.folder.name, *facts, is_open, leases.ids.size))
+    for folder in _find_folders(disk, store):
+        is_open = is_locked(disk, folder / LOCK)
+        try:
+            if (about := About.load(disk, folder)) is not None:
+                leases = _find_leases_of(disk, store, folder, about, rows)
+                log, committed = leases.log, read_committed(disk, folder, leases.log.committed)
+                facts = log.count, committed, log.first, log.size
+                found.append(ConsumerInfo(folder.name, *facts, is_open, leases.ids.size))
+        except (CorruptionError, StateError) as exc:  # StateError: a later version has written it
+            found.append(ConsumerInfo(folder.name, 0, 0, 0, 0, is_open, 0, str(exc)))
     return found
 
 
@@ -741,17 +765,21 @@ def find_leases(disk: Disk, store: Path, rows: int) -> Iterator[Leases]:
         StorageError: The disk failed.
     """
     for folder, about in find_consumers(disk, store):
-        log = DrawLog(disk, folder, about.id, writes=False)
-        names = Renumbering.load(disk, store)
-        limit = rows // 10 if about.lease_rows is None else about.lease_rows
-        ended, leased = _rename(log.read_leased(log.committed), names), [_NONE]
-        for number, ids in ended:
-            limit -= ids.size
-            if limit < 0:
-                ended = chain([(number, ids)], ended)
-                break
-            leased.append(ids)
-        yield Leases(folder, log, np.unique(np.concatenate(leased)), ended)
+        yield _find_leases_of(disk, store, folder, about, rows)
+
+
+def _find_leases_of(disk: Disk, store: Path, folder: Path, about: About, rows: int) -> Leases:
+    log = DrawLog(disk, folder, about.id, writes=False)
+    names = Renumbering.load(disk, store)
+    limit = rows // 10 if about.lease_rows is None else about.lease_rows
+    ended, leased = _rename(log.read_leased(log.committed), names), [_NONE]
+    for number, ids in ended:
+        limit -= ids.size
+        if limit < 0:
+            ended = chain([(number, ids)], ended)
+            break
+        leased.append(ids)
+    return Leases(folder, log, np.unique(np.concatenate(leased)), ended)
 
 
 def _rename(draws: Iterator[tuple[int, IntArray]], names: Renumbering) -> Iterator[tuple[int, IntArray]]:
@@ -768,8 +796,6 @@ def read_draws(disk: Disk, store: Path) -> Iterator[tuple[str, Draw]]:
 
 def _find_runs(ids: IntArray) -> IntArray | None:
     """Return ids as runs (first id, rows), if that is shorter. Shapes `(n,)` in, `(runs, 2)` out."""
-    if ids.size < 2 or ids[1] - ids[0] != 1:
-        return None
     begins = np.flatnonzero(np.diff(ids, prepend=ids[0] - 2) != 1)
     if 2 * begins.size >= ids.size:
         return None
@@ -784,7 +810,7 @@ def _describe(selection: Selection) -> dict[str, Any]:
 
 
 def _parse_draw(number: int, data: bytes) -> Draw:
-    at, (*_, ends, _) = _HEADER.size, _HEADER.unpack_from(data)
+    at, (*_, ends, _, is_short) = _HEADER.size, _HEADER.unpack_from(data)
     changes, low, last, *progress, time_us, rows, runs, asked, described = _DRAW.unpack_from(data, at)
     at += _DRAW.size
     columns = json.loads(data[at : at + described]) if described else {"info": (), "marks": ()}
@@ -796,7 +822,8 @@ def _parse_draw(number: int, data: bytes) -> Draw:
         at += found.nbytes
         return found
 
-    ids = _expand(take("<i8", (runs, 2))) if runs else take("<i8", (rows,))
+    ids = take(_IDS[is_short], (runs, 2) if runs else (rows,)).astype(np.int64)
+    ids = _expand(ids) if runs else ids
     info = {tuple(key): take(dtype, (rows, *shape)) for key, dtype, shape in columns["info"]}
     marks = [(tuple(key), take(np.bool_, shape), *flags) for key, shape, *flags in columns["marks"]]
     selection = Selection(ids, info, marks=tuple(Mark(*one) for one in marks), asked=asked, newest=last)
@@ -805,11 +832,11 @@ def _parse_draw(number: int, data: bytes) -> Draw:
 
 def _parse_ids(data: bytes, at: int) -> IntArray:
     """Return the ids of the draw whose record begins at an offset."""
+    is_short = _HEADER.unpack_from(data, at)[-1]
     *_, rows, runs, _, described = _DRAW.unpack_from(data, at + _HEADER.size)
     at += _HEADER.size + _DRAW.size + described
-    if runs:
-        return _expand(np.frombuffer(data, "<i8", 2 * runs, at).reshape(runs, 2))
-    return np.frombuffer(data, "<i8", rows, at)
+    ids = np.frombuffer(data, _IDS[is_short], 2 * runs or rows, at).astype(np.int64)
+    return _expand(ids.reshape(runs, 2)) if runs else ids
 
 
 def _pack_counts(first: int, counts: Array) -> list[Any] | None:

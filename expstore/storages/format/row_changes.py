@@ -185,6 +185,7 @@ class ChangedRows:
     def __init__(self, disk: Disk, store: Path) -> None:
         self._disk, self._path = disk, store / CHANGES
         self._newest: dict[int, int] = {}  # of the newest change, by id
+        self._last = 0  # number of the newest change that was read
         self._since: int | None = None  # older changes are not in it
         self._stamp: tuple[int, ...] = ()
         self._head, self._at = b"", 0  # how the file began, and how far it was read
@@ -210,8 +211,9 @@ class ChangedRows:
         if stamp and stamp != self._stamp:
             self._read(self._since, is_torn=pending is not None)
             self._stamp = stamp
-        newest = self._newest
-        found = np.array([newest.get(id, 0) > since for id in ids.tolist()], bool)
+        found, newest = np.zeros(ids.size, bool), self._newest
+        if self._last > since:
+            found = np.array([newest.get(id, 0) > since for id in ids.tolist()], bool)
         for number, changed in pending or ():
             if number > since:
                 found |= np.isin(ids, changed)
@@ -226,6 +228,7 @@ class ChangedRows:
         found, length = _parse(data, self._path, is_torn=is_torn)
         self._at += length
         for ids, numbers in found:
+            self._last = max(self._last, int(numbers.max(initial=0)))
             recent = numbers > since
             self._newest.update(zip(ids[recent].tolist(), numbers[recent].tolist(), strict=True))
 

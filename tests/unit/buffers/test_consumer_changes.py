@@ -113,6 +113,32 @@ def test_a_changed_row_is_an_error_or_left_out(rb: Any, path: Path, reader: bool
     c.close()
 
 
+@pytest.mark.guarantee("consumers/changed")
+@pytest.mark.parametrize("reader", [False, True])
+def test_a_changed_step_that_a_transform_reads_is_an_error(path: Path, reader: bool) -> None:
+    data = rows(40)
+    data["next"] = {"reward": torch.ones(40, 1), "done": (torch.arange(40) % 20 == 19)[:, None]}
+    with expstore.open(path, batch_size=1, seed=1) as rb:
+        rb.extend(data)
+        rb.flush()
+        seen = open_store(path, mode="r") if reader else rb
+        seen.append_transform(expstore.transforms.MultiStepTransform(n_steps=3, gamma=0.9))
+        c = seen.consumer("learner", batch_size=1, sampler="without_replacement", keep="all")
+        drawn = [ids for (ids,) in draw(c, 20)]
+        change(rb, [10], 7)
+        touched = [number for number, id in enumerate(drawn) if id in (8, 9)]
+        assert touched
+        for number, id in enumerate(drawn):
+            if id in (8, 9, 10):
+                assert_changed(c, number, [10])
+            elif id < 7 or id > 10:
+                assert len(list(c.replay(number, number))) == 1
+        c.close()
+        c = seen.consumer("learner", batch_size=1, sampler="without_replacement", missing="skip", keep="all")
+        assert [ids_of(*c.replay(number, number)) for number in touched] == [[drawn[n]] for n in touched]
+        c.close()
+
+
 @pytest.mark.parametrize("reader", [False, True])
 def test_a_draw_after_the_change_comes_again(rb: Any, path: Path, reader: bool) -> None:
     rb.consumer("other").close()

@@ -253,7 +253,7 @@ def test_a_draw_that_failed_counts_nothing(
             raise ValueError("no")
         return batch
 
-    write = File.write
+    write = File.write_mapped
 
     def refuse(file: File, data: Any, offset: int) -> None:
         if fails[0] and file.path.parent.name == "learner":
@@ -261,7 +261,7 @@ def test_a_draw_that_failed_counts_nothing(
         write(file, data, offset)
 
     if kind == "disk":
-        monkeypatch.setattr(File, "write", refuse)
+        monkeypatch.setattr(File, "write_mapped", refuse)
     with expstore.open(tmp_path / "run.exp", batch_size=8, seed=1, batches={"transform": check}) as rb:
         rb.extend(rows(30))
         c, found = rb.consumer("learner", sampler="consuming"), list[int]()

@@ -15,11 +15,11 @@ import pytest
 
 from expstore.disk import files
 from expstore.disk.bulk_files import Links, read_all, remove_files, start_links
-from expstore.disk.files import KEEP_GIL_BYTES, Disk, File, address_of
+from expstore.disk.files import KEEP_GIL_BYTES, MAP_BYTES, Disk, File, address_of
 from expstore.disk.mapped_files import AddressRange
 from expstore.disk.threads import Threads
 from expstore.errors import StorageError
-from tests.support.gated_disk import GatedDisk
+from tests.support.gated_disk import GatedDisk, refuse
 
 
 def recording(fail_at: int | None = None) -> tuple[GatedDisk, list[tuple[str, str]]]:
@@ -46,6 +46,38 @@ def test_write_and_read(tmp_path: Path, rng: np.random.Generator, size: int) -> 
     assert file.read(10, 2 * size) == 2 * data.tobytes()
     assert file.read(10 + size, 10 * size + 5) == data.tobytes()  # up to the end
     file.close()
+    file.close()
+
+
+@pytest.mark.parametrize("reserves", [True, False])
+def test_writes_through_a_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reserves: bool) -> None:
+    """Other descriptors see the bytes at once; zeros follow until `truncate`, which ends the map."""
+    if not reserves:
+        monkeypatch.delattr(os, "posix_fallocate")
+    file, reader = Disk().open(tmp_path / "a", create=True), Disk().open(tmp_path / "a", write=False)
+    file.write(b"head", 0)
+    file.write_mapped(b"one", 4)
+    assert (reader.read(0, 9), reader.size()) == (b"headone\0\0", MAP_BYTES)
+    piece = bytes(range(256)) * (MAP_BYTES // 256)
+    file.write_mapped(piece, 7)
+    assert reader.read(0, 2 * MAP_BYTES) == b"headone" + piece + bytes(MAP_BYTES - 7)
+    file.truncate(5)
+    file.write_mapped(b"two", 5)
+    assert reader.read(0, MAP_BYTES) == b"headotwo" + bytes(MAP_BYTES - 8)
+    file.close()
+
+
+def test_a_full_disk_refuses_a_write_through_a_map_that_is_too_short(tmp_path: Path) -> None:
+    disk = GatedDisk()
+    file = disk.open(tmp_path / "a", create=True)
+    file.write_mapped(b"one", 0)
+    disk.before = refuse("allocate")
+    file.write_mapped(b"two", MAP_BYTES - 3)
+    with pytest.raises(StorageError, match="no allocate"):
+        file.write_mapped(b"three", MAP_BYTES - 1)
+    disk.relax()
+    file.write_mapped(b"three", MAP_BYTES)
+    assert file.read(MAP_BYTES - 3, 8) == b"twothree"
     file.close()
 
 
