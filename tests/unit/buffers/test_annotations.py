@@ -14,6 +14,8 @@ from tensordict import TensorDict
 import expstore
 from expstore.errors import ArgumentError, NotFoundError, SchemaError, StateError
 from expstore.maintenance.verify import verify
+from expstore.storages.columns import annotated
+from expstore.storages.format import annotation_log
 from expstore.wire.codec import columns_of
 
 LENGTHS = [3, 0, 1, 2, 5, 4]
@@ -230,6 +232,29 @@ def test_they_leave_a_ring_with_their_rows(tmp_path: Path) -> None:
         assert set(values(rb).values()) == {None}
         rb.annotate([last], {"advantage": [5.0]})
         assert values(rb)[last] == 5.0
+
+
+@pytest.mark.guarantee("keep/annotations")
+def test_files_are_removed_once_their_rows_are_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(annotated, "FILE_BYTES", 500)
+    monkeypatch.setattr(annotation_log, "FILE_BYTES", 500)
+    path = tmp_path / "a.exp"
+    with expstore.open(path, capacity=4, batch_size=2) as rb:
+        rb.extend(rows(4))
+        rb.annotate([1], {"score": [1.0]})
+        with expstore.open(path, mode="r") as reader:
+            for start in range(4, 20_000, 500):
+                rb.extend(rows(500, start))
+                rb.annotate([start + 500], {"score": [float(start)]})
+                assert values(reader, "SELECT _id, score FROM transitions")[start + 500] == start
+        rb.flush()
+        assert 0 < len(list((path / "annotations").iterdir())) < 8
+        last = rb.storage.last
+    with expstore.open(path) as rb:
+        found = values(rb, "SELECT _id, score FROM transitions ORDER BY _id")
+        assert found == dict.fromkeys(range(last - 3, last)) | {last: last - 500.0}
+        rb.annotate([last], {"score": [1.0]})
+        assert table(rb, "SELECT value FROM annotations ORDER BY number") == [([last - 500.0],), ([1.0],)]
 
 
 @pytest.mark.guarantee("keep/annotations")
