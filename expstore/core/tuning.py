@@ -94,6 +94,12 @@ ARROW_BATCH_BYTES = 8 << 20
 ARROW_COMPRESSED_BATCH_BYTES = 16 << 10
 #: Bytes that are encoded before they are written.
 ARROW_WRITE_BYTES = 16 << 20
+#: Bytes of the newest rows that the writer keeps in memory for each continued field.
+CONTINUED_BYTES = 64 << 20
+#: Rows of a continued field of which the process remembers that their values had their checksums.
+CONTINUED_SOUND = 1 << 20
+#: Rows of a continued field that are assembled at a time.
+CONTINUED_ROWS = 1024
 #: Bytes of a batch that compaction builds from short batches.
 ARROW_COMPACTED_BYTES = 1 << 20
 #: A segment of short batches is rewritten if it has more batches than this.

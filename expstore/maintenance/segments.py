@@ -18,6 +18,8 @@ from expstore.storages.columns.arrow.ipc import read_header
 from expstore.storages.columns.arrow.segments import Segment, Segments
 from expstore.storages.columns.arrow.writer import SegmentWriter
 
+_NO_IDS = np.zeros(0, np.int64)
+
 
 def check_segments(inspection: Inspection) -> None:
     """Record damaged and missing variable-length rows, among the rows that a checkpoint covers."""
@@ -36,6 +38,13 @@ def _check_segments(inspection: Inspection, segments: Segments) -> None:
         for start, rows in segments.find_missing(first, count) if count else ():
             path = _path_of(segments, start)
             lost.setdefault(path, []).append(np.arange(start, start + rows))
+    if segments.parents:
+        damaged = np.unique(np.concatenate([_NO_IDS, *(ids for found in lost.values() for ids in found)]))
+        readable = np.setdiff1d(_list_settled_ids(inspection), damaged)
+        for segment in segments.segments:
+            ids = readable[(readable >= segment.first) & (readable <= segment.last)]
+            if (broken := segments.find_broken(ids, damaged)).size:
+                lost.setdefault(segment.path, []).append(broken)
     for path in sorted(lost):
         ids = np.unique(np.concatenate(lost[path]))
         _note(inspection, path, ids)
@@ -49,11 +58,14 @@ def _path_of(segments: Segments, first_id: int) -> Path:
     return own if not before or before[-1] in ended else before[-1]
 
 
+def _list_settled_ids(inspection: Inspection) -> IntArray:
+    """Return the readable rows that a checkpoint covers."""
+    runs = [np.arange(first, first + count) for first, count in inspection.find_settled_runs()]
+    return np.concatenate([_NO_IDS, *runs])
+
+
 def _note(inspection: Inspection, path: Path, ids: IntArray) -> None:
-    settled = np.concatenate(
-        [np.zeros(0, np.int64), *(np.arange(first, first + n) for first, n in inspection.find_settled_runs())]
-    )
-    runs = runs_of(ids[np.isin(ids, settled)])
+    runs = runs_of(ids[np.isin(ids, _list_settled_ids(inspection))])
     name, gone = inspection.relative(path), not inspection.disk.exists(path)
     where = f" (ids {', '.join(f'{a} to {b}' for a, b in runs)})" if runs else " (no readable row)"
     text = "is missing" if gone else "has damaged or missing batches"
@@ -104,7 +116,7 @@ def _clip(runs: Runs, first: int, last: int) -> Runs:
 
 def _build_nulls(writer: SegmentWriter, first: int, last: int) -> list[tuple[int, bytes]]:
     """Return rows of None as messages, each with its first id."""
-    columns = [pa.nulls(last + 1 - first, kind) for kind in writer.kinds]
+    columns = [pa.nulls(last + 1 - first, kind) for kind in writer.stored_kinds]
     messages = [message.tobytes() for message in writer.encode(first, columns)]
     return [(header.first, message) for message in messages if (header := read_header(message)) is not None]
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from expstore.core.parsing import INVALID
 from expstore.core.values import Key, key_name
 from expstore.errors import SchemaError
+from expstore.schema.continued import CONTINUED
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -87,7 +88,7 @@ def ragged_text(dtype: str, shape: tuple[int | None, ...]) -> str:
 @lru_cache(maxsize=256)
 def ragged_of(text: str) -> Ragged | None:
     """Return the type of a field's tensors, or None if its rows are not tensors."""
-    data = json.loads(text)
+    data = _whole(json.loads(text))
     if isinstance(data, dict) and "ragged" in data:
         dtype, shape = data["ragged"]
         return Ragged(dtype, tuple(shape))
@@ -156,6 +157,11 @@ def describe(text: str) -> str:
     return _describe(json.loads(text))
 
 
+def _whole(data: Any) -> Any:
+    """Return the type of whole values of a parsed type."""
+    return data[CONTINUED][0] if isinstance(data, dict) and CONTINUED in data else data
+
+
 def _dumps(data: Any) -> str:
     return json.dumps(data, separators=(",", ":"))
 
@@ -208,6 +214,8 @@ def _build(data: Any) -> pa.DataType:
     if isinstance(data, str):
         return getattr(pa, "bool_" if data == "bool" else data)() if data in _PLAIN else _build_leaf(data)
     ((name, of),) = data.items()
+    if name == CONTINUED:
+        return _build(of[0])
     if name == "ragged":
         return ragged_type(Ragged(of[0], tuple(of[1])))
     if name == "struct":
@@ -242,6 +250,12 @@ def _describe(data: Any) -> str:
             raise ValueError(data)
         return data
     ((name, of),) = data.items()
+    if name == CONTINUED:
+        whole, parent = of
+        is_list = whole in ({"list": "string"}, {"list": "binary"}) or whole["ragged"][1] == [None]
+        if not is_list or not all(isinstance(part, str) for part in parent):
+            raise ValueError(data)
+        return f"{CONTINUED} {_describe(whole)}"
     if name == "ragged":
         dtype, shape = of
         are_sizes = all(_is_size(n) for n in shape if n is not None)

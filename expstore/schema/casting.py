@@ -15,6 +15,7 @@ from expstore.core.values import Array, Key, key_name
 from expstore.errors import SchemaError
 from expstore.schema.arrow_types import Ragged, describe, ragged_of, to_type
 from expstore.schema.arrow_values import column_of
+from expstore.schema.continued import parent_of
 from expstore.schema.variable_tensors import convert, join
 
 if TYPE_CHECKING:
@@ -52,7 +53,10 @@ def fit_arrow(key: Key, text: str, column: Any, dtype: str = "") -> pa.Array:
             column = column.combine_chunks()
         if isinstance(column, pa.Array):
             given = given or str(column.type)
-            return _cast(column, ragged_of(source) if source else None, kind, wanted)
+            fitted = _cast(column, ragged_of(source) if source else None, kind, wanted)
+            if parent_of(text) is not None and fitted.flatten().null_count:
+                raise ValueError("an element is None, and elements of continued rows are values")
+            return fitted
         given = f"a {type(column).__name__}"
     except (pa.ArrowException, ValueError) as exc:
         if isinstance(exc, SchemaError):

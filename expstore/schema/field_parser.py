@@ -11,6 +11,7 @@ from typing import Any
 from expstore.core.values import Key, check_key, key_name
 from expstore.errors import SchemaError
 from expstore.schema.arrow_types import ragged_text, type_text
+from expstore.schema.continued import Continued
 from expstore.schema.schema import ARROW, DTYPES, OBJECT, Field, Schema
 
 _PLAIN = {str: '"string"', bytes: '"binary"', bool: "bool", int: "int64", float: "float64"}
@@ -26,8 +27,8 @@ def schema_of(types: Mapping[Any, Any] | Schema | None) -> Schema | None:
     Args:
         types: The type of each field by its key: a dtype (a name or a torch dtype) for one number; a pair of
             a dtype and a row shape for a tensor, with None for dims that differ between rows; str or bytes
-            for nullable text or bytes; a pyarrow type for nullable values of that type. A nested mapping is
-            a group of fields.
+            for nullable text or bytes; a pyarrow type for nullable values of that type; a `Continued`. A
+            nested mapping is a group of fields.
 
     Raises:
         SchemaError: A type does not exist, or an Arrow type is not supported.
@@ -60,6 +61,10 @@ def _field(key: Key, given: Any) -> Field:
         if None in shape:
             return Field(key, ARROW, (), ragged_text(dtype, shape))
         return Field(key, dtype, shape)
+    if isinstance(given, Continued):
+        item = _PLAIN[given.dtype] if given.dtype in (str, bytes) else None
+        whole = f'{{"list":{item}}}' if item else ragged_text(_dtype(key, given.dtype), (None,))
+        return Field(key, ARROW, (), given.text(whole))
     if given in (str, bytes):
         return Field(key, ARROW, (), _PLAIN[given])
     if type(given).__module__.startswith("pyarrow"):

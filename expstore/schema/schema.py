@@ -23,6 +23,7 @@ from expstore.core.values import Array, Key, key_name, to_key
 from expstore.errors import CorruptionError, SchemaError
 from expstore.schema.arrow_types import MOST_DIMS, check_text, describe
 from expstore.schema.casting import fit_arrow
+from expstore.schema.continued import check_parent, parent_of
 
 #: Dtype of a variable-length field: a string, a list, a tensor whose shape differs between rows, or a
 #: nullable value. The Arrow type says which. Its columns are pyarrow Arrays of n rows, not chunked.
@@ -166,6 +167,10 @@ class Schema:
             for cut in range(1, len(parents) + 1):
                 if ".".join(parents[:cut]) in seen:
                     raise SchemaError(f"{'.'.join(parents[:cut])!r} is both a field and a group of fields")
+        for entry in self.fields:
+            if entry.arrow and (parent := parent_of(entry.arrow)):
+                other = self[parent] if parent in self else Field(parent, "", ())
+                check_parent(entry.key, parent, other.dtype, other.shape)
 
     @classmethod
     def infer(cls, columns: Mapping[Key, tuple[str, tuple[int, ...]]], form: str = "") -> Schema:

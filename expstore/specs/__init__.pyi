@@ -1,3 +1,4 @@
+from expstore.schema.continued import Continued as Continued
 from expstore.specs.base import TensorSpec as TensorSpec
 from expstore.specs.bounded import Bounded as Bounded
 from expstore.specs.bounded import BoundedContinuous as BoundedContinuous

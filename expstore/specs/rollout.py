@@ -11,6 +11,7 @@ from typing import Any
 
 from expstore.core.values import Key, check_key, key_name
 from expstore.errors import ArgumentError
+from expstore.schema.continued import Continued
 
 FieldKey = str | tuple[str, ...]
 #: Type of the field of each part, as `schema=` of `expstore.open` takes it.
@@ -25,7 +26,10 @@ _TYPES: dict[str, Any] = {
     "group": str,
     "reward": "float32",
     "done": "bool",
+    "parent": "int64",
 }
+#: The parts that continue the row that `parent` names.
+_CONTINUED = ("prompt_tokens", "tokens", "loss_mask", "logprobs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +50,9 @@ class Rollout:
         group: The group of the rollout, such as an id of the prompt; a text.
         reward: The reward of the whole response, float32. Its sum is the return of the episode.
         done: Whether the rollout has ended: always True, bool.
+        parent: The id of the row that the row continues, int64: its prompt or response begins with that of
+            the other row, such as the turn before. 0 for none. With this field, `prompt_tokens`, `tokens`,
+            `loss_mask` and `logprobs` are `Continued`: elements that both rows begin with are stored once.
 
     Raises:
         ArgumentError: An argument is neither a key nor None, `done` is None, or two parts have one key.
@@ -68,6 +75,7 @@ class Rollout:
     group: FieldKey | None = "group"
     reward: FieldKey | None = ("next", "reward")
     done: FieldKey = ("next", "done")
+    parent: FieldKey | None = None
 
     def __post_init__(self) -> None:
         keys: dict[Key, str] = {}
@@ -102,8 +110,11 @@ class Rollout:
         """
         keys = {name: key for name, key in self.keys.items() if parts is None or name in set(parts)}
         episodes = {"done": [keys["done"]]} | ({"reward": keys["reward"]} if "reward" in keys else {})
+        types = dict(_TYPES)
+        if "parent" in keys:
+            types |= {name: Continued(_TYPES[name][0], parent=keys["parent"]) for name in _CONTINUED}
         return {
             "layout": "arrow",
-            "schema": {key: _TYPES[name] for name, key in keys.items()},
+            "schema": {key: types[name] for name, key in keys.items()},
             "episodes": episodes,
         }

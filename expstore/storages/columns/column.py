@@ -7,7 +7,7 @@ several fields share. A `RowWriter` writes runs of rows to the columns of one ki
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import google_crc32c
 import numpy as np
 
 from expstore.core.id_set import IdSet
-from expstore.core.values import Array, IntArray, cut_run
+from expstore.core.values import Array, IntArray, Key, cut_run
 from expstore.disk.checkpointed import Checkpointed, Dirty
 from expstore.disk.files import File
 from expstore.disk.threads import Job
@@ -35,6 +35,9 @@ class Run:
         values: One array per column, in the order of the columns; priorities may be omitted.
         variable: The values of variable-length fields: pyarrow Arrays.
         jobs: Writes that other threads have not finished yet.
+        episodes: Episode of each row. Shape `(n,)`.
+        steps: Step of each row in its episode. Shape `(n,)`.
+        parents: The fields that name the rows that other rows continue, by key.
     """
 
     first_id: int
@@ -43,6 +46,9 @@ class Run:
     values: Sequence[Any]
     variable: Sequence[Any] = ()
     jobs: list[Job] = field(default_factory=list)
+    episodes: Any = ()
+    steps: Any = ()
+    parents: Mapping[Key, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from expstore.core.values import Array, IntArray, key_name
+from expstore.core.values import Array, IntArray, Key, key_name
 from expstore.disk.files import Disk
 from expstore.disk.filesystem import fills_holes
 from expstore.errors import StorageError
@@ -115,6 +115,16 @@ class ColumnSet:
         self._together: list[ReadTogether] = [*self.pairs, *variable]
         self._prefetcher = RowPrefetcher()
         self._cold = ColdRows()
+
+    def read_parents(self, values: Sequence[Any]) -> dict[Key, Any]:
+        """Return the values of the fields that name the rows that other rows continue, by key.
+
+        Args:
+            values: An array per column.
+        """
+        wanted = {key for segments in self.shared for key in segments.parents.values() if key}
+        named = zip(self.columns, values, strict=False)
+        return {column.entry.key: rows for column, rows in named if column.entry.key in wanted}
 
     def gather_rows(self, slots: IntArray, places: Sequence[int]) -> list[Any]:
         """Copy rows out of columns; a file that has rows of two of them is read once.

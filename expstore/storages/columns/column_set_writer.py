@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import google_crc32c
+import numpy as np
 
 from expstore.core.id_set import NO_IDS, IdSet
 from expstore.core.values import Array, IntArray
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 MANY_FIELDS = 256
 #: Threads that write long runs of rows.
 WRITERS = 2
+#: Rows among which the earlier rows of an episode are looked for that the writer does not have in memory.
+_NEAR_ROWS = 65_536
 
 
 class WritableColumns(ColumnSet, Checkpointed):
@@ -131,6 +134,8 @@ class WritableColumns(ColumnSet, Checkpointed):
         self._appenders: list[Appender] = [*self._packers, *self.shared]
         written: dict[int, WrittenPart] = {**flat, **self.packed}
         self._written = [written[place] for place in sorted(written)]
+        for segments in self.shared:
+            segments.find_rows = self._find_episode_rows
         self._ready = self.ready
 
     @staticmethod
@@ -193,6 +198,14 @@ class WritableColumns(ColumnSet, Checkpointed):
         """Load the compiled loops that some kinds of column need, in the background."""
         for appender in self._appenders:
             appender.warm()
+
+    def _find_episode_rows(self, episode: int, row: int) -> IntArray:
+        """Return the stored rows of an episode among the rows just before a row."""
+        near = np.arange(max(1, row - _NEAR_ROWS), row)
+        slots = near - 1 if self.slots is None else (near - 1) % self.slots
+        ids, episodes = (column.gather(slots) for column in self.row_fields[:2])
+        found: IntArray = near[(ids == near) & (episodes == episode)]
+        return found
 
     # -- adding and dropping fields --------------------------------------------------------------
 
@@ -430,7 +443,18 @@ class WritableColumns(ColumnSet, Checkpointed):
         apart, crc, batches = self.variable_places, 0, list[int]()
         values = [*columns, *numbers, priorities]
         variable = [columns[place] for place in apart] if apart else []
-        run = Run(int(numbers[0, 0]), numbers.shape[1], pieces, values, variable)
+        parents = self.read_parents(columns) if self.shared else {}
+        run = Run(
+            int(numbers[0, 0]),
+            numbers.shape[1],
+            pieces,
+            values,
+            variable,
+            [],
+            numbers[1],
+            numbers[2],
+            parents,
+        )
         try:
             for writer in self._writers:
                 batches += writer.write(run)

@@ -90,4 +90,6 @@ def join_payload(group: ColumnSet, parts: Sequence[bytes], pieces: Sequence[tupl
             rows: Array = np.frombuffer(part, column.entry.numpy_dtype)
             values[place] = rows.reshape(count, *column.entry.shape)
     ordered = [values[place] for place in range(len(values))]
-    return Run(int(ordered[-4][0]), count, pieces, ordered, variable)
+    ids, episodes, steps, _ = ordered[-4:]
+    parents = group.read_parents(ordered) if group.shared else {}
+    return Run(int(ids[0]), count, pieces, ordered, variable, [], episodes, steps, parents)

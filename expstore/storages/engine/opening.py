@@ -472,6 +472,8 @@ class Opening:
         columns = store.columns
         if columns is not None:
             columns.settle(store.last, store.last if past is None else past.synced)
+            for segments in columns.shared:
+                segments.note_left(*store.tombstones(self._manifest.geometry.slots))
         store.log.flush()
         store.write_keys.flush()
         if past is not None and not (past.clean and not store.log.dirty and not store.write_keys.unsynced):

@@ -38,6 +38,20 @@ def test_a_rollout_is_an_episode(tmp_path: Path) -> None:
         }
 
 
+def test_rollouts_continue_their_parents(tmp_path: Path) -> None:
+    tokens = list(range(100))
+    with expstore.open(tmp_path / "a.exp", **Rollout(parent="parent").settings()) as rb:
+        (first,) = rb.extend([{**ROW, "tokens": tokens, "parent": 0}], return_ids=True).tolist()
+        rb.extend([{**ROW, "tokens": [*tokens, 1, 2], "parent": first}])
+        rb.storage.drain()
+        place = rb.storage.schema.place(("tokens",))
+        assert rb.storage.read(rb.storage.stored.ids(), [place])[0].to_pylist() == [tokens, [*tokens, 1, 2]]
+        (segments,) = rb.storage.state.columns.shared
+        number = segments.fields.index(rb.storage.schema.fields[place])
+        (rows,) = segments.gather_stored(rb.storage.stored.ids(), [number])
+        assert [len(row["own"]) for row in rows.to_pylist()] == [100, 2]
+
+
 def test_names_and_fields_are_chosen(tmp_path: Path) -> None:
     rollout = Rollout(
         prompt_tokens=None,

@@ -68,7 +68,7 @@ class SegmentCapture(Capture):
                     settled=one.sealed and one.file is None,
                 )
                 for one in segments.segments
-                if one.last > low
+                if one.headers and (one.last > low or segments.parents)  # newer rows may continue older ones
             ]
 
     def rows(self, place: int, first_id: int, count: int) -> list[Any]:

@@ -22,7 +22,7 @@ _NONE = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class _Node:
+class Node:
     """The layout of the values of a type.
 
     Args:
@@ -39,7 +39,7 @@ class _Node:
     node: int
     buffer: int
     width: int
-    inner: tuple[_Node, ...] = ()
+    inner: tuple[Node, ...] = ()
     text: bool = False
 
 
@@ -56,30 +56,30 @@ class Plan:
         #: Number of nodes and of buffers in a batch.
         self.nodes, self.buffers = self._nodes, self._buffers
 
-    def _add(self, kind: pa.DataType) -> _Node:
+    def _add(self, kind: pa.DataType) -> Node:
         node, buffer = self._nodes, self._buffers
         self._nodes += 1
         is_a = pa.types
         if is_a.is_struct(kind):
             self._buffers += 1
-            return _Node(kind, node, buffer, 0, tuple(self._add(part.type) for part in kind))
+            return Node(kind, node, buffer, 0, tuple(self._add(part.type) for part in kind))
         if is_a.is_fixed_size_list(kind):
             self._buffers += 1
-            return _Node(kind, node, buffer, kind.list_size, (self._add(kind.value_type),))
+            return Node(kind, node, buffer, kind.list_size, (self._add(kind.value_type),))
         if is_a.is_map(kind):
             self._buffers += 2
-            return _Node(kind, node, buffer, 4, (self._add(pa.struct([kind.key_field, kind.item_field])),))
+            return Node(kind, node, buffer, 4, (self._add(pa.struct([kind.key_field, kind.item_field])),))
         if is_a.is_list(kind) or is_a.is_large_list(kind):
             self._buffers += 2
-            return _Node(kind, node, buffer, 4 if is_a.is_list(kind) else 8, (self._add(kind.value_type),))
+            return Node(kind, node, buffer, 4 if is_a.is_list(kind) else 8, (self._add(kind.value_type),))
         if is_a.is_string(kind) or is_a.is_binary(kind):
             self._buffers += 3
-            return _Node(kind, node, buffer, 4, text=True)
+            return Node(kind, node, buffer, 4, text=True)
         if is_a.is_large_string(kind) or is_a.is_large_binary(kind):
             self._buffers += 3
-            return _Node(kind, node, buffer, 8, text=True)
+            return Node(kind, node, buffer, 8, text=True)
         self._buffers += 2
-        return _Node(kind, node, buffer, 0 if is_a.is_boolean(kind) else kind.bit_width // 8)
+        return Node(kind, node, buffer, 0 if is_a.is_boolean(kind) else kind.bit_width // 8)
 
     def fits(self, count: int, lengths: IntArray, buffers: IntArray, body: int) -> bool:
         """Return whether a batch has as many nodes and buffers, of the lengths, that the columns require.
@@ -100,7 +100,7 @@ class Plan:
         )
 
 
-def _node_fits(node: _Node, lengths: IntArray, sizes: IntArray) -> bool:
+def _node_fits(node: Node, lengths: IntArray, sizes: IntArray) -> bool:
     count, valid, values = int(lengths[node.node]), int(sizes[node.buffer]), 0
     if valid and valid < (count + 7) // 8:
         return False
@@ -119,7 +119,7 @@ def _node_fits(node: _Node, lengths: IntArray, sizes: IntArray) -> bool:
 
 def unpack(
     loops: Any,
-    columns: Sequence[_Node],
+    columns: Sequence[Node],
     where: IntArray,
     sizes: IntArray,
     compressed: Array,
@@ -161,7 +161,7 @@ def unpack(
     return where, sizes, room
 
 
-def _buffers_of(node: _Node, offsets_only: bool) -> Iterator[int]:
+def _buffers_of(node: Node, offsets_only: bool) -> Iterator[int]:
     fixed = isinstance(node.kind, (pa.StructType, pa.FixedSizeListType))
     if not offsets_only:
         own = 3 if node.text else 1 if fixed else 2
@@ -202,7 +202,7 @@ class Gather:
     def __init__(self, loops: Any, where: IntArray, sizes: IntArray, lengths: IntArray) -> None:
         self._loops, self._where, self._sizes, self._lengths = loops, where, sizes, lengths
 
-    def join_runs(self, column: _Node, batches: IntArray, starts: IntArray, lengths: IntArray) -> pa.Array:
+    def join_runs(self, column: Node, batches: IntArray, starts: IntArray, lengths: IntArray) -> pa.Array:
         """Return runs of rows, concatenated.
 
         Args:
@@ -217,7 +217,7 @@ class Gather:
         """
         return self._copy_node(column, _Runs(batches, starts, lengths), int(lengths.sum()))
 
-    def sizes(self, column: _Node, batches: IntArray, starts: IntArray, lengths: IntArray) -> IntArray:
+    def sizes(self, column: Node, batches: IntArray, starts: IntArray, lengths: IntArray) -> IntArray:
         """Return the bytes of runs of rows, computed from offsets alone. Shape `(n,)`.
 
         Args:
@@ -238,14 +238,24 @@ class Gather:
             return self.sizes(column.inner[0], batches, starts * width, lengths * width)
         if not (column.text or column.inner):
             return each * max(1, column.width)
-        first, last = self._bounds(column, batches, starts, lengths)
+        first, last = self.bounds(column, batches, starts, lengths)
         inner = last - first if column.text else self.sizes(column.inner[0], batches, first, last - first)
         return each * column.width + inner
 
-    def _bounds(
-        self, node: _Node, batches: IntArray, starts: IntArray, lengths: IntArray
+    def bounds(
+        self, node: Node, batches: IntArray, starts: IntArray, lengths: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """Return the first value, and the end, of the values in runs of lists. Shapes `(n,)`."""
+        """Return the first value, and the end, of the values in runs of lists. Shapes `(n,)`.
+
+        Args:
+            node: Lists or texts.
+            batches: Number of the batch of each run. Shape `(n,)`.
+            starts: Number of each run's first list in the batch. Shape `(n,)`.
+            lengths: Number of lists of each run. Shape `(n,)`.
+
+        Raises:
+            CorruptionError: Offsets of a batch are damaged.
+        """
         some = lengths > 0
         sources = np.ascontiguousarray(self._where[batches[some], node.buffer + 1])
         if (sources == 0).any():
@@ -266,7 +276,7 @@ class Gather:
             raise CorruptionError("offsets of a batch are damaged")
         return first, last
 
-    def _copy_node(self, node: _Node, runs: _Runs, count: int) -> pa.Array:
+    def _copy_node(self, node: Node, runs: _Runs, count: int) -> pa.Array:
         """Return the values of runs, concatenated; `count` is their number."""
         valid, nulls = self._valid(node, runs, count)
         if isinstance(node.kind, pa.StructType):
@@ -290,7 +300,7 @@ class Gather:
         values = self._copy(node.buffer + 1, runs, count, node.width)
         return pa.Array.from_buffers(node.kind, count, [valid, values], nulls)
 
-    def _valid(self, node: _Node, runs: _Runs, count: int) -> tuple[pa.Buffer | None, int]:
+    def _valid(self, node: Node, runs: _Runs, count: int) -> tuple[pa.Buffer | None, int]:
         """Return the validity bitmap of values (None: all are valid), and the number of nulls."""
         if not np.count_nonzero(self._where[runs.batches, node.buffer]):
             return None, 0
@@ -310,7 +320,7 @@ class Gather:
             self._loops.copy_runs(sources, runs.starts, runs.lengths, width, address_of(out))
         return pa.py_buffer(out)
 
-    def _follow(self, node: _Node, runs: _Runs, count: int) -> tuple[pa.Buffer, _Runs, int]:
+    def _follow(self, node: Node, runs: _Runs, count: int) -> tuple[pa.Buffer, _Runs, int]:
         """Return the offsets of lists, the runs of the values in them, and the number of these values."""
         sources = np.ascontiguousarray(self._where[runs.batches, node.buffer + 1])
         if node.text:

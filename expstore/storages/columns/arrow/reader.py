@@ -16,7 +16,7 @@ from expstore.disk.files import Disk, File
 from expstore.errors import StorageError
 from expstore.schema.schema import Field
 from expstore.storages.columns.arrow.ipc import encode, read_header
-from expstore.storages.columns.arrow.segments import Segment, Segments
+from expstore.storages.columns.arrow.segments import Locations, Segment, Segments
 from expstore.storages.columns.column import FollowedPart
 from expstore.storages.format.manifest import Manifest
 from expstore.storages.format.writer_probe import Watch
@@ -114,7 +114,8 @@ class SegmentReader(Segments, FollowedPart):
 
     def lay(self, first_id: int, columns: Sequence[pa.Array]) -> None:
         """Make rows that are only in memory readable, after all others. Nothing is written."""
-        message = encode(self.schema, columns, first=first_id, generation=0, compression=None)
+        rows = [self.store_whole(first_id, number, column) for number, column in enumerate(columns)]
+        message = encode(self.schema, rows, first=first_id, generation=0, compression=None)
         header = read_header(message.tobytes())
         assert header is not None
         segment = Segment(self.path_of(first_id), message)
@@ -145,19 +146,14 @@ class SegmentReader(Segments, FollowedPart):
             self._close_last()
             self._set_top(last)
 
-    def gather_ids(self, ids: IntArray, numbers: Sequence[int]) -> list[pa.Array]:
-        """Copy rows out; while a writer is active, look for missing rows first. See `Segments.gather_ids`.
-
-        Raises:
-            CorruptionError: Rows are missing or damaged.
-        """
-        if self._live and ids.size:
-            locations = self._locations
-            batches, _ = self._find(locations, ids)
-            if (batches < 0).any():
-                with self.changing:
-                    self._show_committed(self._scan_all(), self.top)
-        return super().gather_ids(ids, numbers)
+    def _locate(self, ids: IntArray) -> tuple[Locations, IntArray, IntArray]:
+        """Find rows; while a writer is active, look for missing rows again."""
+        found = super()._locate(ids)
+        if self._live and (found[1] < 0).any():
+            with self.changing:
+                self._show_committed(self._scan_all(), self.top)
+            found = super()._locate(ids)
+        return found
 
     def _close_last(self) -> None:
         if self._last is not None:

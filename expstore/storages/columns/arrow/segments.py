@@ -7,12 +7,12 @@ reads only the headers of its batches; values are read when rows are taken. This
 from __future__ import annotations
 
 import bisect
+import contextlib
 import ctypes
 import itertools
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,16 +20,25 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from expstore.core import tuning
 from expstore.core.values import Array, IntArray, key_name
 from expstore.disk.files import Disk, File
 from expstore.disk.mapped_files import AddressRange
-from expstore.errors import CorruptionError
+from expstore.errors import CorruptionError, SchemaError
 from expstore.kernels.loader import compiling, load_in_background
 from expstore.schema.arrow_sizes import row_sizes
 from expstore.schema.arrow_types import to_type
+from expstore.schema.continued import parent_of
 from expstore.schema.schema import Field
-from expstore.storages.columns.arrow.gather import Gather, Plan, unpack
+from expstore.storages.columns.arrow.gather import Gather, Node, Plan, unpack
 from expstore.storages.columns.arrow.ipc import END, Header, crc_of, read_header
+from expstore.storages.columns.arrow.pieces import (
+    Pieces,
+    join_lists,
+    pack_pieces,
+    split_elements,
+    to_stored_type,
+)
 from expstore.storages.columns.column import AppendedPart, add_batches
 
 SUFFIX = ".arrows"
@@ -106,7 +115,7 @@ class Segment:
         return ctypes.string_at(self.address + start, size)
 
 
-class _Locations(NamedTuple):
+class Locations(NamedTuple):
     """Where batches can be read now. Entries after `held` may be filled in; earlier ones never change.
 
     Args:
@@ -140,6 +149,22 @@ class _Locations(NamedTuple):
     maps: tuple[Any, ...]
 
 
+class _Woven(NamedTuple):
+    """The stored elements that make up whole values.
+
+    Args:
+        pieces: The pieces of the rows.
+        rows: Number of the row of each run of elements, ascending. Shape `(r,)`.
+        lengths: Number of elements of each run. Shape `(r,)`.
+        copy: Returns the elements of all runs.
+    """
+
+    pieces: Pieces
+    rows: IntArray
+    lengths: IntArray
+    copy: Callable[[], pa.Array]
+
+
 class Segments(AppendedPart):
     """Find and copy rows of the variable-length fields.
 
@@ -164,13 +189,23 @@ class Segments(AppendedPart):
     ) -> None:
         self._disk, self.folder, self.slots, self.codec = disk, folder, slots, compression
         self.fields: Sequence[Field] = tuple(fields)
+        #: The types of the fields' values, and of their rows in segments.
         self.kinds = tuple(to_type(entry.arrow) for entry in fields)
-        self.schema = pa.schema(
-            [(key_name(entry.key), kind) for entry, kind in zip(fields, self.kinds, strict=True)]
+        #: The key of the field that names parents, () for none, by the number of each continued field.
+        self.parents = {
+            number: key for number, entry in enumerate(fields) if (key := parent_of(entry.arrow)) is not None
+        }
+        self.stored_kinds = tuple(
+            to_stored_type(kind) if number in self.parents else kind for number, kind in enumerate(self.kinds)
         )
+        #: Ids of rows whose values had their checksums, by the number of each continued field.
+        self._sound = {number: np.zeros(tuning.CONTINUED_SOUND, np.int64) for number in self.parents}
+        names = [key_name(entry.key) for entry in fields]
+        self.schema = pa.schema(list(zip(names, self.stored_kinds, strict=True)))
+        self._whole_schema = pa.schema(list(zip(names, self.kinds, strict=True)))
         #: The first bytes of every segment.
         self.head = self.schema.serialize().to_pybytes()
-        self.plan = Plan(self.kinds)
+        self.plan = Plan(self.stored_kinds)
         self.segments: list[Segment] = []
         #: The newest id covered here. Rows up to it may be missing, for example ids that `empty` skipped.
         self.top = 0
@@ -292,12 +327,12 @@ class Segments(AppendedPart):
 
     # -- the readable batches --------------------------------------------------------------------
 
-    def _room(self, size: int) -> _Locations:
+    def _room(self, size: int) -> Locations:
         ints = [np.zeros(size, np.int64) for _ in range(6)]
         wide = [np.zeros((size, self.plan.buffers), np.int64) for _ in range(2)]
         flags = [np.zeros(size, bool) for _ in range(2)]
         lengths = np.zeros((size, self.plan.nodes), np.int64)
-        return _Locations._make([0, *ints, *flags, *wide, lengths, ()])
+        return Locations._make([0, *ints, *flags, *wide, lengths, ()])
 
     def show_all(self, segments: Sequence[Segment], *, top: int | None = None) -> None:
         """Make the batches of these segments readable, and no others.
@@ -335,7 +370,7 @@ class Segments(AppendedPart):
         ]
         self.segments = [*kept[:first], *by, *kept[first + count :]]
         maps = tuple(segment.addresses for segment in self.segments)
-        self._locations = _Locations._make([locations.held - (high - low) + middle.held, *parts, maps])
+        self._locations = Locations._make([locations.held - (high - low) + middle.held, *parts, maps])
 
     def show(self, segment: Segment, headers: Sequence[Header], offsets: Sequence[int]) -> None:
         """Make more batches of the last segment readable."""
@@ -351,8 +386,8 @@ class Segments(AppendedPart):
         self.top = max(self.top, segment.last)
 
     def _put(
-        self, locations: _Locations, segment: Segment, headers: Sequence[Header], offsets: Sequence[int]
-    ) -> _Locations:
+        self, locations: Locations, segment: Segment, headers: Sequence[Header], offsets: Sequence[int]
+    ) -> Locations:
         held = locations.held
         for at, header, offset in zip(itertools.count(held), headers, offsets, strict=False):
             address = segment.address + offset
@@ -375,7 +410,7 @@ class Segments(AppendedPart):
         newest: IntArray = self.top - (self.top - 1 - slots) % self.slots
         return newest
 
-    def _find(self, locations: _Locations, ids: IntArray) -> tuple[IntArray, IntArray]:
+    def _find(self, locations: Locations, ids: IntArray) -> tuple[IntArray, IntArray]:
         """Return the batch of each row, -1 for none, and the row's number in the batch. Shapes `(n,)`."""
         batches = np.searchsorted(locations.firsts[: locations.held], ids, side="right") - 1
         missing = (batches < 0) | (ids > locations.lasts[batches])
@@ -383,8 +418,27 @@ class Segments(AppendedPart):
         batches[missing] = -1
         return batches, inside
 
+    def _locate(self, ids: IntArray) -> tuple[Locations, IntArray, IntArray]:
+        """Return the readable batches, the batch of each row, -1 for none, and its number in the batch."""
+        locations = self._locations
+        return locations, *self._find(locations, ids)
+
     def gather_ids(self, ids: IntArray, numbers: Sequence[int]) -> list[pa.Array]:
-        """Copy rows out; rows that were removed, or are older than all stored rows, become None.
+        """Copy whole values out; rows that were removed, or are older than all stored rows, become None.
+
+        Args:
+            ids: Row ids. Shape `(n,)`.
+            numbers: Numbers of the fields.
+
+        Raises:
+            CorruptionError: Rows are missing or damaged, or a row continues a missing or damaged row.
+        """
+        plain = [number for number in numbers if number not in self.parents]
+        found = dict(zip(plain, self.gather_stored(ids, plain), strict=True)) if plain else {}
+        return [found[number] if number in found else self._gather_whole(ids, number) for number in numbers]
+
+    def gather_stored(self, ids: IntArray, numbers: Sequence[int]) -> list[pa.Array]:
+        """Copy rows out as they are stored: of a row that continues others, its own elements and pieces.
 
         Args:
             ids: Row ids. Shape `(n,)`.
@@ -393,8 +447,7 @@ class Segments(AppendedPart):
         Raises:
             CorruptionError: Rows are missing or damaged.
         """
-        locations = self._locations
-        batches, inside = self._find(locations, ids)
+        locations, batches, inside = self._locate(ids)
         missing = batches < 0
         if not missing.any():
             return self._gather(locations, batches, inside, numbers)
@@ -405,7 +458,7 @@ class Segments(AppendedPart):
         places[there] = np.arange(there.size)
         return [pa.concat_arrays([rows, pa.nulls(1, rows.type)]).take(pa.array(places)) for rows in found]
 
-    def _explain(self, locations: _Locations, ids: IntArray) -> None:
+    def _explain(self, locations: Locations, ids: IntArray) -> None:
         """Raise CorruptionError if missing rows were not removed from the store."""
         oldest = int(locations.firsts[0]) if locations.held else 1 << 62
         young = ids[ids >= oldest]
@@ -415,32 +468,45 @@ class Segments(AppendedPart):
             raise CorruptionError(f"row {young[0]} is missing in {self.folder}")
 
     def _gather(
-        self, locations: _Locations, batches: IntArray, inside: IntArray, numbers: Sequence[int]
+        self, locations: Locations, batches: IntArray, inside: IntArray, numbers: Sequence[int]
     ) -> list[pa.Array]:
         if not batches.size:
-            return [pa.nulls(0, self.kinds[number]) for number in numbers]
-        loops, packed = self._loops, bool(locations.compressed[batches].any())
+            return [pa.nulls(0, self.stored_kinds[number]) for number in numbers]
         try:
-            if loops is None or (packed and self._unpacking is None):
+            columns = [self.plan.columns[number] for number in numbers]
+            opened = self._unpack_batches(locations, batches, columns)
+            if opened is None:
                 return self._gather_decoded(locations, batches, inside, numbers)
-            where, sizes, lengths = locations.where, locations.bytes, locations.lengths
-            room: Array | None = None
-            if packed:
-                names, batches = np.unique(batches, return_inverse=True)
-                where, sizes, room = self._unpack(locations, names, numbers)
-                lengths = lengths[names]
-            gather = Gather(loops, where, sizes, lengths)
+            gather, batches, room = opened
             ones = np.ones(batches.size, np.int64)
-            found = [gather.join_runs(self.plan.columns[number], batches, inside, ones) for number in numbers]
+            found = [gather.join_runs(column, batches, inside, ones) for column in columns]
             del room  # its addresses were read until here
             return found
         except CorruptionError as exc:
             raise CorruptionError(f"rows of {self.folder} cannot be read: {exc.message}") from exc
 
+    def _unpack_batches(
+        self, locations: Locations, batches: IntArray, columns: Sequence[Node]
+    ) -> tuple[Gather, IntArray, Array | None] | None:
+        """Decompress columns of the batches of rows, if any batch is compressed.
+
+        Returns:
+            What copies rows, the numbers of their batches for it, and memory to keep meanwhile. None: the
+            compiled loops are not loaded yet.
+        """
+        loops, packed = self._loops, bool(locations.compressed[batches].any())
+        if loops is None or (packed and self._unpacking is None):
+            return None
+        if not packed:
+            return Gather(loops, locations.where, locations.bytes, locations.lengths), batches, None
+        names, batches = np.unique(batches, return_inverse=True)
+        where, sizes, room = self._unpack(locations, names, columns)
+        return Gather(loops, where, sizes, locations.lengths[names]), batches, room
+
     def _unpack(
-        self, locations: _Locations, names: IntArray, numbers: Sequence[int]
+        self, locations: Locations, names: IntArray, columns: Sequence[Node]
     ) -> tuple[IntArray, IntArray, Array]:
-        """Decompress buffers of some fields; return all addresses and lengths, and the results' memory."""
+        """Decompress buffers of some columns; return all addresses and lengths, and the results' memory."""
         loops = self._unpacking
         packed = names[locations.compressed[names]]
         bad = loops.find_damaged(
@@ -448,12 +514,11 @@ class Segments(AppendedPart):
         )
         if bad >= 0:
             raise self._build_damage_error(locations, int(packed[bad]))
-        columns = [self.plan.columns[number] for number in numbers]
         compressed = locations.compressed[names]
         return unpack(loops, columns, locations.where[names], locations.bytes[names], compressed)
 
     def _gather_decoded(
-        self, locations: _Locations, batches: IntArray, inside: IntArray, numbers: Sequence[int]
+        self, locations: Locations, batches: IntArray, inside: IntArray, numbers: Sequence[int]
     ) -> list[pa.Array]:
         """Take rows with pyarrow while the compiled loops are not loaded yet."""
         names, which = np.unique(batches, return_inverse=True)
@@ -465,7 +530,147 @@ class Segments(AppendedPart):
             for place in range(len(numbers))
         ]
 
-    def _decode(self, locations: _Locations, name: int, numbers: Sequence[int]) -> pa.RecordBatch:
+    # -- rows that continue other rows -----------------------------------------------------------
+
+    def read_pieces(self, ids: IntArray, number: int) -> Pieces:
+        """Return the pieces of rows of a continued field; rows that were removed have no value.
+
+        Args:
+            ids: Row ids. Shape `(n,)`.
+            number: Number of the field.
+
+        Raises:
+            CorruptionError: Rows are missing or damaged.
+        """
+        locations, batches, inside = self._locate(ids)
+        there = np.flatnonzero(batches >= 0)
+        if there.size < ids.size:
+            self._explain(locations, ids[batches < 0])
+        packed = pa.nulls(0, pa.binary())
+        if there.size:
+            packed = self._gather_member(locations, batches[there], inside[there], number)
+        pieces = Pieces.read(ids[there], packed)
+        some, crcs = np.zeros(ids.size, bool), np.zeros(ids.size, np.int64)
+        some[there], crcs[there] = pieces.some, pieces.crcs
+        return pieces._replace(rows=there[pieces.rows], some=some, crcs=crcs)
+
+    def _gather_member(
+        self, locations: Locations, batches: IntArray, inside: IntArray, number: int
+    ) -> pa.Array:
+        """Return the packed pieces of rows."""
+        node = self.plan.columns[number].inner[1]
+        opened = self._unpack_batches(locations, batches, [node])
+        if opened is None:
+            return self._gather_decoded(locations, batches, inside, [number])[0].field("pieces")
+        gather, which, room = opened
+        found = gather.join_runs(node, which, inside, np.ones(which.size, np.int64))
+        del room  # its addresses were read until here
+        return found
+
+    def find_broken(self, ids: IntArray, damaged: IntArray) -> IntArray:
+        """Return which of some undamaged rows continue a row that is missing or damaged. Shapes `(n,)`."""
+        broken = [np.zeros(0, np.int64)]
+        for number in self.parents:
+            pieces = self.read_pieces(ids, number)
+            wrong = (self._locate(pieces.owners)[1] < 0) | np.isin(pieces.owners, damaged)
+            broken.append(ids[pieces.rows[wrong]])
+        return np.unique(np.concatenate(broken))
+
+    def store_whole(self, first_id: int, number: int, column: pa.Array) -> pa.Array:
+        """Return rows as they are stored, none of which continues another row.
+
+        Args:
+            first_id: Id of the first row.
+            number: Number of the field.
+            column: The whole values. Length n.
+        """
+        if number not in self.parents:
+            return column
+        values = zip(split_elements(column), column.is_valid().to_pylist(), strict=True)
+        packed = [
+            pack_pieces(first_id + at, [], value.checksums([len(value)])[0]) if some else b""
+            for at, (value, some) in enumerate(values)
+        ]
+        members = [column, pa.array(packed, pa.binary())]
+        return pa.StructArray.from_arrays(members, fields=list(self.stored_kinds[number]))
+
+    def _find_elements(self, ids: IntArray, number: int) -> _Woven:
+        """Find the elements of whole values of a continued field; rows that were removed have no value.
+
+        Raises:
+            CorruptionError: Rows are missing or damaged, or a row continues a missing row.
+        """
+        pieces = self.read_pieces(ids, number)
+        rows, owners, wanted = pieces.weave(ids)
+        locations, batches, inside = self._locate(owners)
+        if (batches < 0).any():
+            lost = np.unique(rows[batches < 0])
+            if not self.have_left(ids[lost]).all():
+                raise CorruptionError(
+                    f"row {owners[batches < 0][0]} is missing in {self.folder}, and other rows continue it"
+                )
+            pieces.some[lost] = False  # removed meanwhile
+            here = pieces.some[rows]
+            rows, wanted, batches, inside = rows[here], wanted[here], batches[here], inside[here]
+        if not rows.size:
+            return _Woven(pieces, rows, wanted, lambda: pa.nulls(0, self.kinds[number].value_type))
+        own = self.plan.columns[number].inner[0]
+        opened = self._unpack_batches(locations, batches, [own])
+        if opened is not None:
+            gather, which, room = opened
+            first, last = gather.bounds(own, which, inside, np.ones(which.size, np.int64))
+            lengths = _cut_runs(wanted, last - first)
+
+            def copy() -> pa.Array:
+                assert room is None or room.size >= 0  # it keeps the memory whose addresses are read
+                return gather.join_runs(own.inner[0], which, first, lengths)
+
+            return _Woven(pieces, rows, lengths, copy)
+        lists = self._gather_decoded(locations, batches, inside, [number])[0].field("own")
+        ends = lists.offsets.to_numpy()
+        lengths = _cut_runs(wanted, np.diff(ends))
+        places = np.repeat(ends[:-1] + lengths - np.cumsum(lengths), lengths) + np.arange(lengths.sum())
+        return _Woven(pieces, rows, lengths, lambda: lists.values.take(pa.array(places)))
+
+    def count_elements(self, ids: IntArray, number: int) -> tuple[Pieces, IntArray]:
+        """Return the pieces of rows of a continued field, and the number of elements of their whole values.
+
+        Args:
+            ids: Row ids. Shape `(n,)`.
+            number: Number of the field.
+
+        Raises:
+            CorruptionError: Rows are missing or damaged, or a row continues a missing row.
+        """
+        woven = self._find_elements(ids, number)
+        return woven.pieces, np.bincount(woven.rows, woven.lengths, ids.size).astype(np.int64)
+
+    def _gather_whole(self, ids: IntArray, number: int) -> pa.Array:
+        """Return whole values of a continued field, each compared with its checksum when it is first read."""
+        try:
+            woven = self._find_elements(ids, number)
+            some, crcs = woven.pieces.some, woven.pieces.crcs
+            counts = np.bincount(woven.rows, woven.lengths, ids.size).astype(np.int64)
+            if counts.sum() >= 1 << 31:
+                raise SchemaError(
+                    f"these rows have {counts.sum()} elements, and an Arrow array at most {(1 << 31) - 1}",
+                    hint="read fewer rows at once",
+                )
+            found = join_lists(self.kinds[number], counts, woven.copy(), ~some)
+            sound = self._sound[number]  # rows that were read before
+            places = ids % sound.size
+            new = np.flatnonzero(some & (sound[places] != ids))
+            values = split_elements(found) if new.size else []
+            for at in new.tolist():
+                if values[at].checksums([len(values[at])]) != [crcs[at]]:
+                    name = key_name(self.fields[number].key)
+                    raise CorruptionError(f"the value {name!r} of row {ids[at]} does not have its checksum")
+            sound[places[new]] = ids[new]
+        except CorruptionError as exc:
+            raise CorruptionError(f"rows of {self.folder} cannot be read: {exc.message}") from exc
+        return found
+
+    def _decode(self, locations: Locations, name: int, numbers: Sequence[int]) -> pa.RecordBatch:
         """Return some columns of a batch, which keep its memory alive."""
         address, size = int(locations.at[name]), int(locations.sizes[name])
         if not locations.checked[name]:  # pyarrow does not validate what it reads
@@ -477,7 +682,7 @@ class Segments(AppendedPart):
         buffer = pa.foreign_buffer(address, size, base=locations.maps)
         return pa.ipc.read_record_batch(buffer, self.schema).select(list(numbers))
 
-    def _build_damage_error(self, locations: _Locations, name: int) -> CorruptionError:
+    def _build_damage_error(self, locations: Locations, name: int) -> CorruptionError:
         first, last = locations.firsts[name], locations.lasts[name]
         return CorruptionError(f"the batch of rows {first} to {last} does not have its checksum")
 
@@ -495,33 +700,42 @@ class Segments(AppendedPart):
         there = np.flatnonzero(batches >= 0)
         if not there.size:
             return found
+        for number in self.parents:
+            item = self.kinds[number].value_type
+            if pa.types.is_primitive(item):
+                width = max(1, item.bit_width // 8)
+                found[there] += self.count_elements(ids[there], number)[1] * width + 4
+            else:
+                found[there] += row_sizes(self._gather_whole(ids[there], number))
         names, which = np.unique(batches[there], return_inverse=True)
         inside, packed = inside[there], bool(locations.compressed[names].any())
         if self._loops is None or (packed and self._unpacking is None):
-            found[there] = self._sizes_decoded(locations, names, which, inside)
+            found[there] += self._sizes_decoded(locations, names, which, inside)
             return found
         where, sizes, room = locations.where[names], locations.bytes[names], None
+        columns = [column for number, column in enumerate(self.plan.columns) if number not in self.parents]
         try:
             if packed:
-                compressed, columns = locations.compressed[names], self.plan.columns
+                compressed = locations.compressed[names]
                 where, sizes, room = unpack(
                     self._unpacking, columns, where, sizes, compressed, offsets_only=True
                 )
             gather = Gather(self._loops, where, sizes, locations.lengths[names])
             ones = np.ones(inside.size, np.int64)
-            found[there] = sum(gather.sizes(column, which, inside, ones) for column in self.plan.columns)
+            for column in columns:
+                found[there] += gather.sizes(column, which, inside, ones)
             del room  # its addresses were read until here
         except CorruptionError as exc:
             raise CorruptionError(f"rows of {self.folder} cannot be read: {exc.message}") from exc
         return found
 
     def _sizes_decoded(
-        self, locations: _Locations, names: IntArray, which: IntArray, inside: IntArray
+        self, locations: Locations, names: IntArray, which: IntArray, inside: IntArray
     ) -> IntArray:
         """Measure rows with pyarrow while the compiled loops are not loaded yet."""
         found = np.zeros(inside.size, np.int64)
-        numbers = range(len(self.fields))
-        for at, name in enumerate(names.tolist()):
+        numbers = [number for number in range(len(self.fields)) if number not in self.parents]
+        for at, name in enumerate(names.tolist()) if numbers else ():
             here = which == at
             batch = self._decode(locations, name, numbers)
             for column in batch.columns:
@@ -529,7 +743,7 @@ class Segments(AppendedPart):
         return found
 
     def views(self, number: int, first_id: int, count: int) -> list[pa.Array]:
-        """Return a run of rows, one array per batch, without copying values.
+        """Return a run of rows, one array per batch, without copying values; continued fields are copied.
 
         Rows that were removed meanwhile are None.
 
@@ -541,6 +755,10 @@ class Segments(AppendedPart):
         Raises:
             CorruptionError: Rows are missing or damaged.
         """
+        if number in self.parents:
+            ids = np.arange(first_id, first_id + count)
+            parts = np.split(ids, range(tuning.CONTINUED_ROWS, count, tuning.CONTINUED_ROWS))
+            return [self._gather_whole(part, number) for part in parts if part.size]
         locations = self._locations
         found, at = [], first_id
         for name in self._names(locations, first_id, count):
@@ -564,22 +782,27 @@ class Segments(AppendedPart):
             raise CorruptionError(f"row {young[0]} is missing in {self.folder}")
         return pa.nulls(end - first, self.kinds[number])
 
-    def _names(self, locations: _Locations, first_id: int, count: int) -> Iterator[int]:
+    def _names(self, locations: Locations, first_id: int, count: int) -> Iterator[int]:
         """Yield the numbers of the batches with rows of a run."""
         low = int(np.searchsorted(locations.lasts[: locations.held], first_id))
         high = int(np.searchsorted(locations.firsts[: locations.held], first_id + count))
         return iter(range(low, high))
 
     def measure_row_bytes(self, rows: int) -> float:
-        """Return the average disk space of a row, bytes."""
-        return self.mean_bytes
+        """Return the average disk space of a row, bytes; 0 if there are no rows."""
+        held = sum(header.rows for segment in self.segments for header in segment.headers)
+        size = sum(header.size for segment in self.segments for header in segment.headers)
+        return size // held if held else 0
 
     @property
     def mean_bytes(self) -> int:
-        """The average size of a row, bytes; 0 if there are no rows."""
-        rows = sum(header.rows for segment in self.segments for header in segment.headers)
-        size = sum(header.size for segment in self.segments for header in segment.headers)
-        return size // rows if rows else 0
+        """The average size of a row, bytes; 0 if there are no rows. Of continued fields: of new rows."""
+        size = int(self.measure_row_bytes(0))
+        newest = [header.last for segment in self.segments[-4:] for header in segment.headers[-16:]]
+        if self.parents and newest:
+            with contextlib.suppress(CorruptionError):  # whoever reads the rows learns of the damage
+                size = max(size, int(self.sizes(np.array(newest)).mean()))
+        return size
 
     def field_bytes(self) -> tuple[int, list[int]]:
         """Return the number of rows, and the disk space of each field's rows, bytes."""
@@ -609,7 +832,7 @@ class Segments(AppendedPart):
         if at < first_id + count:
             yield at, first_id + count - at
 
-    @contextmanager
+    @contextlib.contextmanager
     def reading(self, segment: Segment) -> Iterator[Read]:
         """Yield a function that copies bytes of a segment that may be damaged.
 
@@ -662,8 +885,8 @@ class Segments(AppendedPart):
     # -- rows in the journal ---------------------------------------------------------------------
 
     def pack(self, columns: Sequence[pa.Array]) -> bytes:
-        """Return rows as bytes: an Arrow IPC message after its u32 length."""
-        message = pa.record_batch(list(columns), schema=self.schema).serialize().to_pybytes()
+        """Return rows, with whole values, as bytes: an Arrow IPC message after its u32 length."""
+        message = pa.record_batch(list(columns), schema=self._whole_schema).serialize().to_pybytes()
         return len(message).to_bytes(_LENGTH_BYTES, "little") + bytes(message)
 
     def unpack(self, data: bytes) -> list[pa.Array]:
@@ -677,7 +900,7 @@ class Segments(AppendedPart):
             while at < len(data):
                 size = int.from_bytes(data[at : at + _LENGTH_BYTES], "little")
                 at += _LENGTH_BYTES
-                batch = pa.ipc.read_record_batch(pa.py_buffer(data[at : at + size]), self.schema)
+                batch = pa.ipc.read_record_batch(pa.py_buffer(data[at : at + size]), self._whole_schema)
                 batch.validate()
                 batches.append(batch)
                 at += size
@@ -694,6 +917,14 @@ class Segments(AppendedPart):
             if segment.file is not None:
                 segment.file.close()
                 segment.file = None
+
+
+def _cut_runs(wanted: IntArray, lengths: IntArray) -> IntArray:
+    """Return how many elements to take of each list of `lengths` elements; `wanted` is -1 for all."""
+    found: IntArray = np.where(wanted < 0, lengths, wanted)
+    if (found > lengths).any():
+        raise CorruptionError("a row has fewer elements than other rows take from it")
+    return found
 
 
 def _first_behind(parts: Sequence[Segment | Header], first_id: int) -> int:

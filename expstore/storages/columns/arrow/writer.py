@@ -7,7 +7,8 @@ published, covered by a checkpoint or deleted.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +20,12 @@ from expstore.core.values import Array, IntArray, key_name
 from expstore.disk.checkpointed import Checkpoint, Dirty, take_all
 from expstore.disk.files import Disk, File
 from expstore.disk.mapped_files import AddressRange
-from expstore.errors import SchemaError, StorageError
+from expstore.errors import CorruptionError, SchemaError, StorageError
 from expstore.schema.schema import Field
 from expstore.storages.columns.arrow.column import in_place
 from expstore.storages.columns.arrow.ipc import END, Header, encode, read_header
+from expstore.storages.columns.arrow.pieces import Piece, split_elements
+from expstore.storages.columns.arrow.prefixes import Links, PrefixFinder, Source
 from expstore.storages.columns.arrow.segments import Segment, Segments
 from expstore.storages.columns.column import Appender, Deleted, Run, WrittenPart
 
@@ -33,6 +36,7 @@ AGAIN = "again"
 #: Number of segments of about the same length that are merged into one.
 _TOGETHER = 8
 _LEAST = 4096
+_NONE = np.zeros(0, np.int64)
 
 
 class SegmentWriter(Segments, WrittenPart, Appender):
@@ -68,6 +72,11 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         self._marking: list[Segment] = []  # segments that the running checkpoint syncs
         self._marked = 0
         self._low, self._deleted = 0, NO_IDS  # all rows up to this id were removed, and these
+        self._gone: IdSet | None = NO_IDS  # removed rows, without those that remaining rows continue
+        self._owners: dict[Path, tuple[int, IntArray]]
+        #: Returns the ids of the newest stored rows of an episode, before a row, ascending.
+        self.find_rows: Callable[[int, int], IntArray] = lambda episode, row: np.zeros(0, np.int64)
+        self._forget_prefixes()
         self._unsound: set[Path] = set()  # segments with damaged batches, which are kept for a repair
         self.touched: set[File] = set()
         self.new_folders: set[Path] = set()
@@ -112,6 +121,7 @@ class SegmentWriter(Segments, WrittenPart, Appender):
     def settle(self, last: int, synced: int) -> None:
         """Continue after the last valid row; see `Appender`. Bytes that a checkpoint covers are kept."""
         with self.changing:
+            self._forget_prefixes()
             self._cut(last)
             for segment in self.segments:
                 if segment.last > synced and segment.file is not None:
@@ -151,7 +161,7 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         at, torn = segment.offsets[number], segment.headers[number]
         messages: list[Array] = []
         if torn.first <= last:  # the journal has committed only some rows of this batch
-            rows = self.gather_ids(np.arange(torn.first, last + 1), range(len(self.fields)))
+            rows = self.gather_stored(np.arange(torn.first, last + 1), range(len(self.fields)))
             messages = self.encode(torn.first, rows)
         return self._write_again(
             segment, [np.frombuffer(segment.read(0, at), np.uint8), *messages], ends=False
@@ -222,7 +232,10 @@ class SegmentWriter(Segments, WrittenPart, Appender):
 
     def write(self, run: Run) -> list[int]:
         """Append rows; return the checksums of their batches."""
-        return self.append(run.first_id, run.variable)
+        if not self.parents:
+            return self.append(run.first_id, run.variable)
+        with self.changing:  # no row may be dropped between the choice and the write of pieces
+            return self.append(run.first_id, run.variable, run)
 
     def write_again(self, run: Run, synced: int) -> None:
         """Append rows that are missing, when a store is opened."""
@@ -248,12 +261,13 @@ class SegmentWriter(Segments, WrittenPart, Appender):
                 hint="create another store for rows without it",
             )
 
-    def append(self, first_id: int, columns: Sequence[pa.Array]) -> list[int]:
+    def append(self, first_id: int, columns: Sequence[pa.Array], run: Run | None = None) -> list[int]:
         """Write a run of rows; rows that already exist, after a failure, are skipped.
 
         Args:
             first_id: Id of the first row.
             columns: One array per field. Length n.
+            run: The rows with their other columns. None: no row continues another one.
 
         Returns:
             The checksums of their batches.
@@ -266,9 +280,66 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         rows = self._rows_of_batch(columns, tuning.ARROW_WRITE_BYTES)
         while at < count:
             some = [column.slice(at, min(rows, count - at)) for column in columns]
+            for number in self.parents:
+                some[number] = self._split(number, first_id + done + at, some[number], run)
             checksums += self._append(first_id + done + at, some)
             at += rows
         return checksums
+
+    # -- rows that continue other rows -----------------------------------------------------------
+
+    def _forget_prefixes(self) -> None:
+        """Forget the rows in memory that new rows are compared with, and which segments were looked at."""
+        #: Of each segment: how many batches were looked at, and which rows their rows continue.
+        self._owners = {}
+        self._finders = {
+            number: PrefixFinder(
+                self.kinds[number],
+                read=partial(self._read_sources, number),
+                find_rows=partial(self._name_rows, number),
+                may_use=lambda ids: ~self.have_left(ids),
+            )
+            for number in self.parents
+        }
+
+    def _split(self, number: int, first_id: int, column: pa.Array, run: Run | None) -> pa.Array:
+        """Return rows of a continued field as they are stored."""
+        if run is None:
+            return self.store_whole(first_id, number, column)
+        here = slice(first_id - run.first_id, first_id - run.first_id + len(column))
+        parents = run.parents.get(self.parents[number])
+        none = np.zeros(len(column), np.int64)
+        links = Links(run.episodes[here], run.steps[here], none if parents is None else parents[here])
+        return self._finders[number].split(first_id, column, links)
+
+    def _read_sources(self, number: int, ids: IntArray) -> list[Source]:
+        """Return stored rows that can be continued."""
+        ids = ids[self._find(self._locations, ids)[0] >= 0]
+        if not ids.size:
+            return []
+        try:
+            pieces, whole = self.read_pieces(ids, number), self._gather_whole(ids, number)
+        except CorruptionError:
+            return []  # new rows do not depend on rows that cannot be read
+        found = []
+        for at, value in enumerate(split_elements(whole)):
+            parts, row = pieces.of_row(at), int(ids[at])
+            if (own := len(value) - sum(part.size for part in parts)) > 0:
+                parts.append(Piece(row, own))
+            if pieces.some[at]:
+                found.append(Source(row, parts, value, int(pieces.crcs[at])))
+        return found
+
+    def _name_rows(self, number: int, episode: int, row: int) -> list[tuple[int, int, int]]:
+        """Return the newest rows of an episode: number of elements, checksum, id."""
+        ids = self.find_rows(episode, row)
+        ids = ids[self._find(self._locations, ids)[0] >= 0]
+        try:
+            pieces, counts = self.count_elements(ids, number)
+        except CorruptionError:
+            return []
+        rows = zip(counts.tolist(), pieces.crcs.tolist(), ids.tolist(), strict=True)
+        return [one for one, some in zip(rows, pieces.some, strict=True) if some]
 
     def _rows_of_batch(self, columns: Sequence[pa.Array], size: int) -> int:
         """Return how many rows make about `size` bytes."""
@@ -369,7 +440,49 @@ class SegmentWriter(Segments, WrittenPart, Appender):
             low: All rows up to this id are removed.
             deleted: Rows above `low` that are removed.
         """
-        self._low, self._deleted = low, deleted
+        with self.changing:  # rows that are appended from now on continue none of them
+            if (low, deleted) != (self._low, self._deleted):
+                self._low, self._deleted, self._gone = low, deleted, None
+
+    def _find_gone(self) -> IdSet:
+        """Return the rows whose space can be freed: removed rows that no remaining row continues."""
+        gone = self._gone
+        if gone is None:
+            gone = self._deleted.join(IdSet.of([(1, self._low)] if self._low else []))
+            needed = self._find_needed() if self.parents else NO_IDS
+            if needed:
+                gone = gone.intersect(IdSet(*needed.others(0, self.top)))
+            self._gone = gone
+        return gone
+
+    def _find_needed(self) -> IdSet:
+        """Return the removed rows that remaining rows continue; all rows if that cannot be read."""
+        found = [_NONE]
+        try:
+            for segment in list(self.segments):
+                if segment.last > self._low:
+                    owners = self._list_owners(segment)
+                    found.append(owners[self.have_left(owners)])
+        except CorruptionError as exc:
+            _logger.warning("no space of removed rows of %s is freed: %s", self.folder.parent, exc)
+            return IdSet.of([(1, self.top)])
+        return IdSet.of_ids(np.unique(np.concatenate(found)))
+
+    def _list_owners(self, segment: Segment) -> IntArray:
+        """Return the rows that rows of a segment continue; if one of them was removed, of remaining rows."""
+        with self.changing:  # a batch is readable once it is in the list
+            headers = list(segment.headers)
+        done, owners = self._owners.get(segment.path, (0, _NONE))
+        if headers[done:]:
+            owners = np.union1d(owners, self._read_owners(_ids_of(headers[done:])))
+            self._owners[segment.path] = len(headers), owners
+        ids = _ids_of(headers) if self.have_left(owners).any() else _NONE
+        left = self.have_left(ids)
+        return self._read_owners(ids[~left]) if left.any() else owners
+
+    def _read_owners(self, ids: IntArray) -> IntArray:
+        """Return the rows that some rows continue."""
+        return np.unique(np.concatenate([self.read_pieces(ids, number).owners for number in self.parents]))
 
     def have_left(self, ids: IntArray) -> Array:
         """Return which rows were removed from the store, so that they may be missing here. Shapes `(n,)`."""
@@ -441,7 +554,7 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         for segment, live in zip(settled, self._live(settled), strict=True):
             rows = sum(header.rows for header in segment.headers)
             if 2 * live <= rows and self._is_whole(segment):
-                self._put_for([segment], _compact_segment(self, segment, self._low, self._deleted))
+                self._put_for([segment], _compact_segment(self, segment, self._find_gone()))
 
     def _find_settled(self) -> list[Segment]:
         """Return the segments that are sealed and synced."""
@@ -449,11 +562,11 @@ class SegmentWriter(Segments, WrittenPart, Appender):
             return [segment for segment in self.segments if segment.sealed and segment.file is None]
 
     def _live(self, segments: Sequence[Segment]) -> list[int]:
-        """Return the number of remaining rows of each segment."""
-        first = np.array([max(segment.first, self._low + 1) for segment in segments], np.int64)
+        """Return the number of rows of each segment that remain, or that remaining rows continue."""
+        first = np.array([segment.first for segment in segments], np.int64)
         last = np.array([segment.last for segment in segments], np.int64)
-        left = self._deleted.counts(last) - self._deleted.counts(first - 1)
-        live: list[int] = np.where(first > last, 0, last + 1 - first - left).tolist()
+        gone = self._find_gone()
+        live: list[int] = (last + 1 - first - gone.counts(last) + gone.counts(first - 1)).tolist()
         return live
 
     def _is_whole(self, segment: Segment) -> bool:
@@ -483,15 +596,24 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         """Merge short batches into long ones, and short segments into long ones."""
         settled = [segment for segment in self._find_settled() if segment.last <= marked]
         settled = [segment for segment in settled if segment.path not in self._unsound]
-        size = tuning.ARROW_COMPRESSED_BATCH_BYTES // 2 if self.compression else tuning.ARROW_COMPACTED_BYTES
+        size = self._merged_bytes
         chosen = _worth_merging(settled, segment_bytes=tuning.ARROW_SEGMENT_BYTES, batch_bytes=size)
         if chosen and all(self._is_whole(segment) for segment in chosen):
             self._put_for(chosen, _merge_segments(self, chosen, size))
+
+    @property
+    def _merged_bytes(self) -> int:
+        """Length of the batches that short ones are merged into, bytes."""
+        if not self.compression:
+            return tuning.ARROW_COMPACTED_BYTES
+        return tuning.ARROW_COMPRESSED_BATCH_BYTES // (1 if self.parents else 2)
 
     def _put_for(self, chosen: Sequence[Segment], parts: Sequence[Array]) -> None:
         """Replace some neighbouring segments by one with these bytes."""
         again = self._write_again(chosen[0], parts, ends=True)
         self._let_go(again)
+        for segment in chosen:
+            self._owners.pop(segment.path, None)
         with self.changing:
             self.replace(self._number(chosen[0]), len(chosen), [again])
         for segment in chosen[1:]:
@@ -500,7 +622,13 @@ class SegmentWriter(Segments, WrittenPart, Appender):
     def give_back(self) -> None:
         """Free the disk space that is only needed for further writes."""
         segment = self._open
-        if segment is not None and segment.file is not None and segment.headers:
+        if segment is None or segment.file is None or not segment.headers:
+            return
+        size = self._merged_bytes
+        if self.parents and _has_short_batches(segment, size) and self._is_whole(segment):
+            self._put_for([segment], _merge_segments(self, [segment], size))  # each message costs 300 bytes
+            self._open = None
+        else:
             segment.file.truncate(segment.end)
 
     def close(self) -> None:
@@ -542,11 +670,8 @@ def _worth_merging(segments: Sequence[Segment], *, segment_bytes: int, batch_byt
         batch_bytes: Maximum length of a merged batch, bytes.
     """
     for segment in reversed(segments):
-        short = segment.size < len(segment.headers) * batch_bytes // 4
-        if (
-            len(segment.headers) > tuning.ARROW_COMPACTION_BATCHES
-            and short
-            and _shortens(segment, batch_bytes)
+        if len(segment.headers) > tuning.ARROW_COMPACTION_BATCHES and _has_short_batches(
+            segment, batch_bytes
         ):
             return [segment]
     levels = [_level(segment.size) for segment in segments]
@@ -565,8 +690,10 @@ def _level(size: int) -> int:
     return level
 
 
-def _shortens(segment: Segment, batch_bytes: int) -> bool:
-    """Return whether merging would at least halve the number of batches."""
+def _has_short_batches(segment: Segment, batch_bytes: int) -> bool:
+    """Return whether batches are short, and merging would at least halve their number."""
+    if segment.size >= len(segment.headers) * batch_bytes // 4:
+        return False
     groups = list(_groups([segment], batch_bytes))
     return 2 * len(groups) <= len(segment.headers)
 
@@ -596,28 +723,32 @@ def _merge_segments(writer: SegmentWriter, segments: Sequence[Segment], batch_by
             parts.append(np.frombuffer(segment.read(at, header.size), np.uint8))
         else:
             first, last = group[0][1].first, group[-1][1].last
-            rows = writer.gather_ids(np.arange(first, last + 1), range(len(writer.fields)))
+            rows = writer.gather_stored(np.arange(first, last + 1), range(len(writer.fields)))
             parts += writer.encode(first, rows)
     return parts
 
 
-def _compact_segment(writer: SegmentWriter, segment: Segment, low: int, deleted: IdSet) -> list[Array]:
-    """Return the bytes of a segment without its removed rows, and without the end mark.
+def _ids_of(headers: Sequence[Header]) -> IntArray:
+    """Return the ids of the rows of batches; there is at least one batch."""
+    return np.concatenate([np.arange(header.first, header.last + 1) for header in headers])
+
+
+def _compact_segment(writer: SegmentWriter, segment: Segment, gone: IdSet) -> list[Array]:
+    """Return the bytes of a segment without some rows, and without the end mark.
 
     Args:
         writer: Writes the segments.
         segment: One of them.
-        low: All rows up to this id were removed.
-        deleted: Rows above `low` that were removed.
+        gone: The rows to leave out.
     """
     parts = [np.frombuffer(writer.head, np.uint8)]
-    near = deleted.between(segment.first - 1, segment.last)
+    near = gone.between(segment.first - 1, segment.last)
     for header, at in zip(segment.headers, segment.offsets, strict=True):
-        firsts, lasts = near.others(max(low, header.first - 1), header.last)
+        firsts, lasts = near.others(header.first - 1, header.last)
         for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
             if (first, last) == (header.first, header.last):
                 parts.append(np.frombuffer(segment.read(at, header.size), np.uint8))
             else:
-                rows = writer.gather_ids(np.arange(first, last + 1), range(len(writer.fields)))
+                rows = writer.gather_stored(np.arange(first, last + 1), range(len(writer.fields)))
                 parts += writer.encode(first, rows)
     return parts
