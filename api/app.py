@@ -21,7 +21,18 @@ from expstore.api.gateway import Gateway
 from expstore.api.metrics import Metrics
 from expstore.api.openapi import TAGS, add_security
 from expstore.api.page import files as page_files
-from expstore.api.routes import consumers, draws, events, health, query, read, sample, snapshots, write
+from expstore.api.routes import (
+    consumers,
+    draws,
+    events,
+    groups,
+    health,
+    query,
+    read,
+    sample,
+    snapshots,
+    write,
+)
 from expstore.api.settings import Settings
 from expstore.api.stores import Stores
 
@@ -32,7 +43,9 @@ READING = [
     for part in (health, read, events, sample, draws, consumers, query, snapshots)
     for route in part.router.routes
 ]
-_CHANGING = [*write.router.routes, *consumers.changing.routes, *snapshots.changing.routes]
+_CHANGING = [
+    *write.router.routes, *groups.router.routes, *consumers.changing.routes, *snapshots.changing.routes
+]  # fmt: skip
 
 
 class _Upkeep:

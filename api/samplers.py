@@ -17,6 +17,7 @@ from expstore.buffers.local_member import make_described
 from expstore.buffers.member import Limits, Status
 from expstore.core.values import Mass
 from expstore.samplers.base import Sampler
+from expstore.samplers.groups import GroupSampler
 
 Rows = Annotated[int, Field(ge=1, le=1_000_000)]
 
@@ -136,12 +137,37 @@ class Consuming(_Described):
     max_sample_count: int = Field(1, ge=1, le=1 << 31, description="How often each row is drawn.")
 
 
+class WholeGroups(_Described):
+    """Draw whole complete groups of episodes, each once."""
+
+    kind: Literal["groups"] = Field(description="Kind of the sampler.")
+    groups_per_batch: Rows = Field(description="Groups of a batch.")
+    order: Literal["oldest", "random"] = Field(
+        "oldest", description="Which come first: those with the oldest policy version, or any."
+    )
+    max_lag: int | None = Field(
+        None, ge=0, lt=1 << 62, description="How many versions a group may be behind; null: any number."
+    )
+
+    def describe(self, where: str | None) -> dict[str, Any]:
+        """Return the description.
+
+        Raises:
+            Refusal: 422: there is a condition.
+        """
+        if where is not None:
+            raise Refusal(422, "groups does not take where: leave it out")
+        return super().describe(where)
+
+
 _Stateless = Uniform | Prioritized | Slices | PrioritizedSlices | Recent
 _WithState = WithoutReplacement | SlicesWithoutReplacement | StreamingSlices | Consuming
 #: Samplers without state from draw to draw.
 Spec = Annotated[_Stateless, Field(discriminator="kind")]
 #: All samplers.
 AnySpec = Annotated[_Stateless | _WithState, Field(discriminator="kind")]
+#: The samplers of consumers.
+ConsumerSpec = Annotated[_Stateless | _WithState | WholeGroups, Field(discriminator="kind")]
 
 
 def describe_sampler(sampler: Any, where: str | None) -> str | dict[str, Any] | None:
@@ -168,6 +194,8 @@ def make_limited(description: Mapping[str, Any], where: str | None, *, seconds: 
     Raises:
         Refusal: 422: the condition is not allowed.
     """
+    if description.get("kind") == "groups":
+        return GroupSampler(**{name: value for name, value in description.items() if name != "kind"})
     sampler = make_described(description, None if where is None else check_condition(where))
     limit_condition(sampler, seconds)
     return sampler

@@ -161,6 +161,9 @@ class NotReadyError(ExpStoreError, RuntimeError):
     """The store holds fewer rows than the call needs; try again later."""
 
     default_kind = "not_ready"
+    #: The policy version of a group that cannot be started yet, and how far it would lag; otherwise None.
+    version: int | None = None
+    lag: int | None = None
 
 
 class StateError(ExpStoreError, RuntimeError):

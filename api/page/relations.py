@@ -88,6 +88,7 @@ _OTHERS: tuple[tuple[str, str, _Columns], ...] = (
         ("size", "BIGINT", "how many members it has"),
         ("members", "BIGINT[]", "its episodes"),
         ("ended", "BIGINT", "how many of them are terminated or truncated"),
+        ("length", "BIGINT", "how many rows all members have together, also rows that were evicted"),
         ("mean_return", "DOUBLE", "the mean of their returns; NULL: they have no rewards"),
         ("std_return", "DOUBLE", "the standard deviation of their returns, divided by their number"),
         ("min_version", "BIGINT", "the oldest policy version of their first rows; NULL: they have none"),

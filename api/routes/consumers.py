@@ -17,7 +17,7 @@ from expstore.api.dependencies import ROWS_ANSWER, Limits, Store, create_router,
 from expstore.api.errors import Refusal
 from expstore.api.routes.sample import BatchSize, Where
 from expstore.api.rows import answer_rows
-from expstore.api.samplers import AnySpec, describe_sampler
+from expstore.api.samplers import ConsumerSpec, WholeGroups, describe_sampler
 from expstore.buffers.read_limits import limit_reads
 
 router = create_router("reading")
@@ -44,7 +44,7 @@ class OpenRequest(ConsumerClient):
         },
     )
 
-    sampler: AnySpec | None = Field(None, description="A sampler; null: uniform.")
+    sampler: ConsumerSpec | None = Field(None, description="A sampler; null: uniform.")
     where: Where = None
     batch_size: BatchSize = 256
     seed: _Count | None = Field(None, description="Seed of a new consumer's draws; null: the store's.")
@@ -134,6 +134,10 @@ async def open_consumer(store: Store, limits: Limits, consumer: _Name, asked: Op
         raise Refusal(422, f"batch_size is at most {limits.max_rows}")
     wanted = asked.model_dump(exclude={"rank", "id", "generation", "at"})
     wanted["sampler"] = describe_sampler(asked.sampler, asked.where)
+    if isinstance(asked.sampler, WholeGroups):
+        if "batch_size" in asked.model_fields_set:
+            raise Refusal(422, "sampler 'groups' decides how many rows a batch has", hint="omit batch_size")
+        wanted["batch_size"] = None
     return ConsumerState(**await store.run(lambda: store.consumers.put(consumer, wanted, asked.at, asked)))
 
 

@@ -173,7 +173,7 @@ _Source = Annotated[
 _Wait = Annotated[
     float, Query(ge=0, description="Seconds to wait for other clients to sample, if writes are too fast.")
 ]
-_Key = Annotated[
+IdempotencyKey = Annotated[
     str | None,
     Header(
         description="Id of this write. If the same request is sent again with the same key, it adds nothing "
@@ -196,7 +196,7 @@ async def extend(
     limits: Limits,
     source: _Source = None,
     wait: _Wait = 0.0,
-    idempotency_key: _Key = None,
+    idempotency_key: IdempotencyKey = None,
     session: Session = None,
 ) -> Written:
     """Append rows, all of them or none: an Arrow stream, or JSON with a list of values per field.
@@ -220,7 +220,7 @@ async def add(
     limits: Limits,
     source: _Source = None,
     wait: _Wait = 0.0,
-    idempotency_key: _Key = None,
+    idempotency_key: IdempotencyKey = None,
     session: Session = None,
 ) -> Written:
     """Append one row: an Arrow stream of one row, or JSON with a list of one value per field."""
@@ -238,7 +238,7 @@ async def _write(
     session: str | None,
 ) -> Written:
     """Append the rows of a request: at most `rows`, waiting at most `seconds`."""
-    kind, key = content_type(request), _key_of(header)
+    kind, key = content_type(request), read_key(header)
     body = await read_body(request)
     written = await store.run_patiently(
         lambda: _extend(store, kind, body, source, rows, key, session), seconds
@@ -247,7 +247,7 @@ async def _write(
     return written
 
 
-def _key_of(header: str | None) -> bytes | None:
+def read_key(header: str | None) -> bytes | None:
     """Return the idempotency key of a write.
 
     Raises:
@@ -348,13 +348,13 @@ class Done(BaseModel):
 
 
 @router.post("/stores/{name}/priorities", summary="Set priorities", responses=problems(408, 413, 415))
-async def priorities(store: Store, asked: Priorities, idempotency_key: _Key = None) -> Updated:
+async def priorities(store: Store, asked: Priorities, idempotency_key: IdempotencyKey = None) -> Updated:
     """Set the priorities of rows. Ids whose rows are not in the store any more are ignored.
 
     A request that is repeated with its key sets nothing, so that it does not undo what others have set since;
     the server remembers keys of priorities until it ends.
     """
-    ids, key = check_ids(asked.ids), _key_of(idempotency_key)
+    ids, key = check_ids(asked.ids), read_key(idempotency_key)
     if len(asked.priorities) != len(asked.ids):
         raise Refusal(422, f"{len(asked.ids)} ids have {len(asked.priorities)} priorities",
                       hint="send one priority for each id")  # fmt: skip

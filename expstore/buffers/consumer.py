@@ -31,6 +31,7 @@ from expstore.core.draws import DrawNumber, Draws
 from expstore.core.values import Selection
 from expstore.disk.files import Disk
 from expstore.disk.writer_lock import WriterLock
+from expstore.episodes.sessions import SessionKey
 from expstore.errors import (
     ArgumentError,
     LockedError,
@@ -41,6 +42,7 @@ from expstore.errors import (
 from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import ConsumingSampler
 from expstore.samplers.given_order import Missing
+from expstore.samplers.groups import GroupSampler
 from expstore.samplers.random import RandomSampler
 from expstore.samplers.torchrl_adapter import adapt, unwrap
 from expstore.storages.format.draw_log import (
@@ -468,6 +470,33 @@ class Consumer(AnyConsumer, StorePart):
         """Tell the process that records the draws that a pass has ended before this draw."""
         assert self._client is not None, "this is a copy in a worker"
         self._client.ask("end", number)
+
+    def start_group(self, version: int, session: SessionKey | None) -> tuple[int | None, int]:
+        """Start a group, if it will not lag too much; used by `rb.groups.start`.
+
+        Returns:
+            The value that its episodes have, None: it is not started; and the largest lag.
+
+        Raises:
+            ArgumentError: The learner does not have this version yet.
+        """
+        with self._building:  # a draw that is being recorded counts, and its groups do not
+            self._check_usable()
+            if version > (draws := self._log.count):
+                raise ArgumentError(
+                    f"version {version} is newer than that of the learner: consumer {self.name!r} has drawn "
+                    f"{draws} batches",
+                    hint="the version is the number of batches that the weights were trained on",
+                )
+            place, lag = self.sampler.start(self._store.storage, draws, version, session)
+            return None if place is None else place.id, lag
+
+    @property
+    def admits(self) -> bool:
+        """Whether it chooses groups in the order of their versions and limits their lag, here."""
+        chosen = self.sampler
+        is_limited = isinstance(chosen, GroupSampler) and chosen.max_lag is not None
+        return self._decides and not self.closed and is_limited and chosen.order == "oldest"
 
     # -- positions ---------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from expstore.buffers.groups import Groups
 from expstore.episodes.annotations import merge_info, pack_info
 from expstore.episodes.sessions import SessionKey
 from expstore.errors import SchemaError, StateError
@@ -278,6 +279,8 @@ class Episodes:
     def end_session(self, sessions: Collection[str]) -> None:
         """End remote sessions: the status of their open episodes becomes `cut`. Later rows reopen a session.
 
+        The groups that they have started and not completed are discarded.
+
         Args:
             sessions: Ids of the sessions. Sessions that have ended or have written nothing are skipped.
 
@@ -285,9 +288,13 @@ class Episodes:
             StateError: The store is closed, or open for reading only.
             StorageError: The disk failed; no session is ended.
         """
-        end_sessions(self._store.storage, [remote_session(name) for name in sessions])
+        keys = [remote_session(name) for name in sessions]
+        end_sessions(self._store.storage, keys)
+        Groups(self._store).free(keys)
 
     def remote_sessions(self) -> list[str]:
-        """Return the ids of the remote sessions that have not ended."""
+        """Return the ids of the remote sessions that have not ended, and have rows or have started groups."""
+        started = Groups(self._store).find_sessions()
         with self._store.storage.locks.episodes:
-            return [key.id for key in self._store.storage.episodes.live_sessions() if key.remote]
+            live = started.union(self._store.storage.episodes.live_sessions())
+        return [key.id for key in live if key.remote]

@@ -956,7 +956,7 @@ class ReplayBuffer:
 
     @property
     def groups(self) -> Groups:
-        """Query groups of episodes by calling it; its methods close and discard groups.
+        """Query groups of episodes by calling it; its methods start, close and discard groups.
 
         Example:
             >>> rb.groups("status = 'complete'", order_by="std_return DESC")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from expstore.buffers.episodes import Episodes
+from expstore.buffers.groups import Ending, Groups
 from expstore.buffers.ingest import Ingest
 from expstore.buffers.owned_rows import describe_rows
 from expstore.buffers.sampling import Sampling
@@ -198,11 +199,20 @@ class _Owner:
         """Let a session adopt the episodes of an ended one; return their ids. Shape `(n,)`."""
         return resume(self._store.storage, source, session=session, check=check)
 
+    def start_group(self, session: SessionKey, version: int, consumer: str | None) -> str:
+        """Try to start a group; return what `Groups.start_for` returns, as JSON text."""
+        return json.dumps(Groups(self._store).start_for(session, version, consumer))
+
+    def end_group(self, ending: Sequence[Any]) -> None:
+        """Close or discard a group: the values of an `Ending`."""
+        Groups(self._store).end(Ending(*ending))
+
     def flush(self) -> None:
         """Sync the store to the disk."""
         self._store.storage.writer().sync()
 
     def end_session(self, session: SessionKey) -> None:
-        """End a session: its open episodes become `cut`."""
+        """End a session: its open episodes become `cut`, and the groups that it has started are discarded."""
         if self._store.storage.can_write:
             end_sessions(self._store.storage, [session])
+            Groups(self._store).free([session])

@@ -13,6 +13,7 @@ import threading
 import weakref
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypeVar
 
 from expstore.buffers.owned_rows import OwnedOrigin
 from expstore.buffers.policy_runner import PolicyRunner, load_policy, make_runner
@@ -23,6 +24,8 @@ from expstore.sql.sync import Catalog
 from expstore.storages.follower import Origin
 from expstore.storages.read_view import ReadView, build_closed_error
 from expstore.storages.sessions import end_sessions
+
+_Part = TypeVar("_Part", bound="StorePart")
 
 
 class Life(Enum):
@@ -223,6 +226,10 @@ class StoreHandle:
         self._parts.append(weakref.ref(part))
         if self._opened is not None:
             part.attach(self._opened.storage)
+
+    def find_parts(self, kind: type[_Part]) -> list[_Part]:
+        """Return the parts of a kind."""
+        return [part for part in self._live_parts() if isinstance(part, kind)]
 
     def _live_parts(self) -> list[StorePart]:
         return [part for known in self._parts if (part := known()) is not None]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -41,6 +41,9 @@ from expstore.wire.slots import (
     layouts_of,
     write_tail,
 )
+
+if TYPE_CHECKING:
+    from expstore.buffers.groups import Ending
 
 #: Bytes of the first slot. Its pages take memory once they are written to.
 _SLOT_BYTES = 4 << 20
@@ -174,6 +177,14 @@ class WritingProxy:
         """Adopt the episodes of an ended session; see `Episodes.resume`. Shape `(n,)`."""
         found: IntArray = self._ask({"do": "resume", "source": source, "check": check})
         return found
+
+    def start_group(self, version: int, consumer: str | None) -> str:
+        """Try to start a group; return what `Groups.start_for` returns, as JSON text."""
+        return str(self._ask({"do": "start_group", "version": version, "consumer": consumer}).decode())
+
+    def end_group(self, ending: Ending) -> None:
+        """Close or discard a group."""
+        self._ask({"do": "end_group", "ending": ending})
 
     def flush(self) -> None:
         """Have the owner sync the store to the disk."""

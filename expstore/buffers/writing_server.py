@@ -76,11 +76,17 @@ class Owner(Protocol):
     def resume(self, session: SessionKey, source: str, *, check: bool) -> IntArray:
         """Let a session adopt the episodes of an ended one; return their ids."""
 
+    def start_group(self, session: SessionKey, version: int, consumer: str | None) -> str:
+        """Try to start a group; return what `Groups.start_for` returns, as JSON text."""
+
+    def end_group(self, ending: Sequence[Any]) -> None:
+        """Close or discard a group: the values of an `Ending`."""
+
     def flush(self) -> None:
         """Sync the store to the disk."""
 
     def end_session(self, session: SessionKey) -> None:
-        """End a session: its open episodes become `cut`."""
+        """End a session: its open episodes become `cut`, and the groups that it has started are discarded."""
 
 
 class WritingServer:
@@ -276,7 +282,7 @@ class _Loop:
         if owner is None:
             return
         do = parsed.told["do"]
-        if do in ("dump", "flush") or (do == "append" and owner.may_wait()):
+        if do in ("dump", "flush", "start_group") or (do == "append" and owner.may_wait()):
             worker.busy = True
             self._watch()
             threading.Thread(
@@ -388,6 +394,10 @@ def _act(worker: _Worker, slot: Slot, call: Call, parsed: _Parsed, owner: Owner)
         owner.end(worker.session, told["source"], unnamed=told["unnamed"], lanes=told["lanes"])
     elif do == "resume":
         return owner.resume(worker.session, told["source"], check=told["check"])
+    elif do == "start_group":
+        return owner.start_group(worker.session, told["version"], told["consumer"])
+    elif do == "end_group":
+        owner.end_group(told["ending"])
     elif do == "flush":
         owner.flush()
     else:

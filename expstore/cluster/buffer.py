@@ -489,6 +489,18 @@ class ShardedReplayBuffer(ServedBuffer[tuple[int, int]]):
         )  # fmt: skip
 
     @property
+    def groups(self) -> NoReturn:
+        """Not available: the groups of each store have ids of their own.
+
+        Raises:
+            RemoteError: Always (kind "local_only").
+        """
+        raise RemoteError(
+            "groups is not available for several shards together", kind="local_only",
+            hint="use sql(): FROM groups; or connect() to each store",
+        )  # fmt: skip
+
+    @property
     def snapshots(self) -> NoReturn:
         """Not available: other versions than those of `dumps` are of one store each.
 

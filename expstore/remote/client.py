@@ -20,6 +20,7 @@ from tensordict import TensorDict, TensorDictBase, is_tensor_collection, lazy_st
 
 from expstore.buffers.consumer import Keep, Place
 from expstore.buffers.domain_checks import asks_for_domain
+from expstore.buffers.groups import Ending, Groups
 from expstore.buffers.member import Member, Part
 from expstore.core.arguments import check_params
 from expstore.core.values import IntArray
@@ -27,7 +28,7 @@ from expstore.data.batch import Layout, tensordict_of
 from expstore.data.mappings import take_mapping
 from expstore.data.to_arrays import to_array, to_arrays
 from expstore.episodes.annotations import pack_info
-from expstore.errors import NotFoundError, QueryError, SchemaError, StateError
+from expstore.errors import ArgumentError, NotFoundError, QueryError, SchemaError, StateError
 from expstore.remote.connect_options import ConnectOptions
 from expstore.remote.consumer import RemoteConsumer, RemoteConsumers
 from expstore.remote.http_member import HttpMember
@@ -302,7 +303,7 @@ class RemoteReplayBuffer(ServedBuffer[int]):
             sampler: A dict with `kind` and parameters, or a kind, with its default parameters; uniform by
                 default. Kinds that remember which rows were drawn are allowed, too.
             where: SQL condition, without functions, of the rows to draw.
-            batch_size: Rows per batch, of all ranks together; None: the buffer's.
+            batch_size: Rows per batch, of all ranks together; None: the buffer's. Kind "groups" has none.
             seed: Seed of the draws of a new consumer; None: the store's.
             at: Where to begin, as for `seek`.
             missing: What happens when a row of a recorded draw was deleted or overwritten: "raise" or "skip".
@@ -328,9 +329,13 @@ class RemoteReplayBuffer(ServedBuffer[int]):
             sampler = {"kind": sampler}
         ConnectOptions(sampler=sampler)  # raises if it cannot be sent
         settings = {
-            "sampler": sampler, "where": where, "batch_size": self._require_size(batch_size), "seed": seed,
-            "missing": missing, "keep": keep, "lease_rows": lease_rows,
+            "sampler": sampler, "where": where, "seed": seed, "missing": missing, "keep": keep,
+            "lease_rows": lease_rows,
         }  # fmt: skip
+        if sampler is None or sampler.get("kind") != "groups":
+            settings["batch_size"] = self._require_size(batch_size)
+        elif batch_size is not None:
+            raise ArgumentError("sampler 'groups' decides how many rows a batch has", hint="omit batch_size")
         return RemoteConsumer(
             name, self._connection, self._read_drawn, settings, at=at, rank=rank, world=world,
             wait=self._wait, timeout=timeout,
@@ -391,6 +396,11 @@ class RemoteReplayBuffer(ServedBuffer[int]):
     def episodes(self) -> RemoteEpisodes:
         """Call it to query episodes; its methods end open episodes or resume those of earlier sessions."""
         return RemoteEpisodes(self.sql, self._json, self._connection.begin_session)
+
+    @property
+    def groups(self) -> RemoteGroups:
+        """Call it to query groups of episodes; its methods start, close and discard groups."""
+        return RemoteGroups(self.sql, self._json)
 
     @property
     def snapshots(self) -> RemoteSnapshots:
@@ -575,6 +585,52 @@ class RemoteEpisodes(LocalEpisodes):
         self._begin_session()
         found = self._request("POST", "episodes/resume", {"source": source, "check": check})
         return torch.tensor(found["episodes"], dtype=torch.int64)
+
+
+class RemoteGroups(Groups):
+    """Query groups of a served store, and start, close and discard them.
+
+    A group that this connection has started is discarded with reason "lost" when the connection is closed, or
+    has been silent for the server's `session_timeout`. A server that is started again has forgotten it.
+
+    Args:
+        sql: Runs a query.
+        request: Sends a request of a method to a route, with a body of JSON, and returns the answer's JSON.
+    """
+
+    def __init__(self, sql: Callable[..., Result], request: Callable[..., Any]) -> None:
+        self._sql, self._request = sql, request
+
+    def __call__(
+        self,
+        where: str | None = None,
+        order_by: str | None = None,
+        limit: int | None = None,
+        *,
+        params: Sequence[object] | Mapping[str, object] | None = None,
+    ) -> Result:
+        """Return the relation `groups`, or a part of it; see `Groups`.
+
+        Raises:
+            QueryError: An expression is invalid, takes too long or is refused; or, without a limit, there are
+                more groups than the server returns (kind "truncated").
+        """
+        from expstore.sql.views import select_rows
+
+        sql = select_rows("groups", "group_id", where, order_by, limit)
+        return self._sql(sql, params, limit=limit or None)
+
+    def _try_start(self, version: int, consumer: str | None) -> tuple[int | None, int]:
+        body = {"version": version, "consumer": consumer}
+        found = self._request("POST", "groups", body, write=True)
+        return found["id"], found["lag"]
+
+    def _end(self, ending: Ending) -> None:
+        number, *_ = ending
+        if not 0 <= number < 1 << 63:
+            raise NotFoundError(f"there is no group {number}")
+        body = {"status": ending.status, "reason": ending.reason, "started": ending.started}
+        self._request("POST", f"groups/{number}/end", body, write=True)
 
 
 def _check_rows(data: Any) -> None:

@@ -49,7 +49,6 @@ INSTEAD: Mapping[str, str] = {
     "submit_update_if_present": _MANAGE,
     "empty": _MANAGE,
     "episodes.delete": _MANAGE,
-    "groups": "use sql(): FROM groups; close and discard groups on the store's machine",
     "columns.add": _MANAGE,
     "columns.drop": _MANAGE,
     "retention.policy": _MANAGE,
@@ -158,7 +157,6 @@ class LocalOnly:
     submit_update_if_present = _refuse("submit_update_if_present")
     empty = _refuse("empty")
     columns = _Columns()
-    groups = _refuse_reading("groups")
     retention = _Retention()
     specs = _refuse_reading("specs")
     set_specs = _refuse("set_specs")

@@ -20,11 +20,14 @@ from expstore.samplers.consuming import check_count
 from expstore.sql.sync import Catalog
 
 if TYPE_CHECKING:
-    from expstore.sql.groups import Condition, Group, Groups
+    from expstore.episodes.sessions import SessionKey
+    from expstore.sql.groups import Condition, DrawOrder, Group, Groups, Place
     from expstore.storages.columns.sample_counts import ConsumerCounts, Sampled
     from expstore.storages.read_view import ReadView
 
 Order = Literal["oldest", "random"]
+#: Larger than all ids of groups and numbers of places.
+_LAST = 1 << 62
 #: From this many new groups on, the list is sorted again.
 _MANY = 64
 
@@ -42,10 +45,13 @@ class GroupSampler(Sampler):
 
     Args:
         groups_per_batch: Number of groups in a batch.
-        order: "oldest" for the groups that began first, "random" for any.
+        order: "oldest" for the groups with the oldest policy version, and of these for those that began
+            first; a group that was started by `rb.groups.start` and is not complete delays those after it.
+            "random" for any.
         max_lag: How far the oldest policy version of a group may be behind the newest version in the store.
-            A group that is further behind is discarded with reason "lag" when it is passed over; a reader
-            passes it over too, but cannot write this down. None: no limit.
+            `rb.groups.start` starts no group that would be further behind at its turn. A group that is
+            nevertheless is discarded with reason "lag" when it is passed over; a reader passes it over too,
+            but cannot write this down. None: no limit.
         where: Which groups are drawn: a boolean SQL expression over the columns of the relation `groups`,
             such as "std_return > 0". It is evaluated once, when a group completes. None for all.
 
@@ -62,7 +68,7 @@ class GroupSampler(Sampler):
     counts_draws = True
     sizes_batches = True
     windowed = True
-    _transient = frozenset({"_own", "_ready", "_seen", "_generation", "_catalog", "_condition"})
+    _transient = frozenset({"_own", "_ready", "_orders", "_seen", "_generation", "_catalog", "_condition"})
     #: The counts of a consumer; None: those of the storage.
     _own: ConsumerCounts | None = None
 
@@ -79,15 +85,18 @@ class GroupSampler(Sampler):
             raise ArgumentError(f"order must be 'oldest' or 'random', got {order!r}")
         if not isinstance(where, str | None):
             raise ArgumentError(f"where must be an SQL expression over groups, got {where!r}")
-        self.groups_per_batch = check_count("groups_per_batch", groups_per_batch)
-        self.max_lag = None if max_lag is None else check_whole("max_lag", max_lag)
+        self.groups_per_batch: int = check_count("groups_per_batch", groups_per_batch)
+        self.max_lag: int | None = None if max_lag is None else check_whole("max_lag", max_lag)
         if self.max_lag is not None and self.max_lag < 0:
             raise ArgumentError(f"max_lag must be at least 0, got {max_lag}")
-        self.order, self.where = order, where
+        self.order: Order = order
+        self.where: str | None = where
         self._begin()
 
     def _begin(self) -> None:
-        self._ready: list[int] = []  # complete groups that were not drawn, ascending
+        #: Order and id of complete groups that were not drawn, ascending; and the order by id.
+        self._ready: list[tuple[DrawOrder, int]] = []
+        self._orders: dict[int, DrawOrder] = {}
         self._seen, self._generation = 0, -1  # how far it has followed the changes of groups
         self._catalog: Catalog | None = None
         self._condition: Condition | None = None
@@ -117,7 +126,8 @@ class GroupSampler(Sampler):
         catalog = self._find_catalog(storage)
         with catalog.groups.lock:
             self._follow(storage, catalog)
-            return not self.ran_out
+            ready = itertools.islice(self._find_ready(catalog.groups), self.groups_per_batch)
+            return len(list(ready)) == self.groups_per_batch
 
     def select(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose groups; for the buffer's own draws, count them. The batch has a column `group_id`.
@@ -145,7 +155,7 @@ class GroupSampler(Sampler):
         groups = catalog.groups
         with groups.lock:
             counts = self._follow(storage, catalog)
-            for number in itertools.chain(had, self._candidates(had, generator)):
+            for number in itertools.chain(had, self._candidates(groups, had, generator)):
                 if len(chosen) == self.groups_per_batch:
                     break
                 group, ids = groups.by_id[number], None
@@ -168,16 +178,58 @@ class GroupSampler(Sampler):
         named = np.repeat(list(chosen), [ids.size for ids in chosen.values()])
         return Selection(np.concatenate(list(chosen.values())), {GROUP_ID: named}, progress=tuple(chosen))
 
-    def _candidates(self, had: Sequence[int], generator: np.random.Generator) -> Iterator[int]:
+    def _find_ready(self, groups: Groups) -> Iterator[int]:
+        """Yield the groups that can be drawn, those that a group which was started delays left out."""
+        first = None
+        if self.order == "oldest":
+            first = min((place.order for place in groups.places.values()), default=None)
+        for order, number in self._ready:
+            if first is not None and order > first:
+                return
+            yield number
+
+    def _candidates(
+        self, groups: Groups, had: Sequence[int], generator: np.random.Generator
+    ) -> Iterator[int]:
         """Yield the groups that can be drawn in the order of the sampler."""
+        if self.order == "oldest":
+            yield from (number for number in self._find_ready(groups) if number not in had)
+            return
         moved: dict[int, int] = {}  # a shuffle that does not copy the list
         for at in range(len(self._ready)):
-            place = at
-            if self.order == "random":
-                other = int(generator.integers(at, len(self._ready)))
-                place, moved[other] = moved.get(other, other), moved.get(at, at)
-            if self._ready[place] not in had:
-                yield self._ready[place]
+            other = int(generator.integers(at, len(self._ready)))
+            place, moved[other] = moved.get(other, other), moved.get(at, at)
+            if self._ready[place][1] not in had:
+                yield self._ready[place][1]
+
+    def start(
+        self, storage: ReadView, draw: int, version: int, session: SessionKey | None
+    ) -> tuple[Place | None, int]:
+        """Start a group, if it and the groups after it will not lag too much; used by `rb.groups.start`.
+
+        The batch with number n is drawn when the learner has version n, so the lag of a group is the number
+        of its batch minus its version. The places of groups change only to earlier ones after this.
+
+        Args:
+            storage: Where the groups are.
+            draw: Number of the next batch that will be drawn.
+            version: The policy version of the group.
+            session: Who starts it; None: this process.
+
+        Returns:
+            The place, None: the group would lag too much; and the largest lag of it and those after it.
+        """
+        catalog, limit = self._find_catalog(storage), self.max_lag
+        assert limit is not None, "the caller has checked it"
+        with catalog.groups.lock:
+            if storage.schema is not None:
+                self._follow(storage, catalog)
+            places = [place.order for place in catalog.groups.places.values()]
+            orders = sorted([*places, *(order for order, _ in self._ready)])
+            mine = bisect.bisect_right(orders, (True, version, _LAST))
+            versions = [version, *(one.version for one in orders[mine:])]
+            lag = max(draw + at // self.groups_per_batch - one for at, one in enumerate(versions, mine))
+            return (None if lag > limit else catalog.groups.start(version, session)), lag
 
     def _is_late(self, group: Group, newest: int | None) -> bool:
         oldest = min(group.versions(), default=None) if self.max_lag is not None else None
@@ -185,9 +237,8 @@ class GroupSampler(Sampler):
 
     def _drop(self, groups: Iterable[int]) -> None:
         for number in groups:
-            at = bisect.bisect_left(self._ready, number)
-            if self._ready[at : at + 1] == [number]:
-                del self._ready[at]
+            if (order := self._orders.pop(number, None)) is not None:
+                del self._ready[bisect.bisect_left(self._ready, (order, number))]
 
     def hand_out(self, storage: ReadView, selection: Selection) -> None:
         """Count the groups for a consumer. For a storage, `select` has counted them."""
@@ -205,7 +256,8 @@ class GroupSampler(Sampler):
         if self._own is not None:
             self._own.follow(storage.geometry, storage.stored.last)
         if groups.generation != self._generation:
-            self._ready, self._seen, self._generation = [], 0, groups.generation
+            self._ready, self._orders = [], {}
+            self._seen, self._generation = 0, groups.generation
         changed = [groups.by_id[id] for id in dict.fromkeys(groups.changed[self._seen :])]
         complete = [group for group in changed if group.status == "complete"]
         slots = storage.geometry.slot_of(np.array([group.oldest for group in complete], np.int64))
@@ -214,11 +266,13 @@ class GroupSampler(Sampler):
         if new and self._condition is not None:
             new = self._condition.match(groups.table(new))
         self._drop([group.id for group in changed])
-        if len(new) > _MANY:
-            self._ready = sorted([*self._ready, *new])
+        ready = [(groups.by_id[number].find_order(), number) for number in new]
+        self._orders |= {number: order for order, number in ready}
+        if len(ready) > _MANY:
+            self._ready = sorted([*self._ready, *ready])
         else:
-            for id in new:
-                bisect.insort(self._ready, id)
+            for one in ready:
+                bisect.insort(self._ready, one)
         self._seen = len(groups.changed)
         return counts
 
@@ -230,6 +284,14 @@ class GroupSampler(Sampler):
         return self._catalog
 
     def _build_error(self, groups: Groups, ready: int) -> NotReadyError:
+        with groups.lock:
+            first = min((place.order for place in groups.places.values()), default=None)
+        if self.order == "oldest" and first is not None and len(self._ready) >= self.groups_per_batch:
+            return NotReadyError(
+                f"a batch has {self.groups_per_batch} groups, and waits for group {first.began}, which was "
+                f"started with version {first.version} and is not complete",
+                hint="try again later; discard the group if no one writes it any more",
+            )
         which = "" if self.where is None else f" and match where={self.where!r}"
         return NotReadyError(
             f"a batch has {self.groups_per_batch} groups, and {ready} are complete, not drawn{which}; of all "

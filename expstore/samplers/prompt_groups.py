@@ -6,15 +6,17 @@ changed. It changes nothing.
 
 from __future__ import annotations
 
+import bisect
 import threading
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from array import array
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from expstore.core.bfloat16 import widen_bfloat16
-from expstore.core.values import Array, IntArray, Key, Selection, key_name, to_key
+from expstore.core.values import Array, IntArray, Key, Selection, Window, key_name, to_key
 from expstore.errors import ArgumentError, SchemaError
 from expstore.samplers.base import Sampler, readable
 from expstore.storages.read_view import read_present
@@ -27,19 +29,69 @@ Strategy = Literal["random", "recency", "reward", "variance"]
 _STRATEGIES = ("random", "recency", "reward", "variance")
 
 
-class _Groups(NamedTuple):
-    """The ids of all rows, sorted by group."""
+class _Group:
+    """The rows of a group: ids, ascending, and rewards if they are needed."""
 
-    of: weakref.ref[ReadView]
-    moment: tuple[Any, ...]
-    ids: IntArray
-    rewards: Array | None
-    starts: IntArray  # where each group begins in `ids`; the last number is the length of `ids`
+    __slots__ = ("first", "ids", "rewards")
 
-    @property
-    def number(self) -> int:
-        """The number of groups."""
-        return self.starts.size - 1
+    def __init__(self) -> None:
+        self.ids, self.rewards = array("q"), array("d")
+        self.first = 0  # place of the oldest row that can be read
+
+    def add(self, ids: IntArray, rewards: Array | None) -> None:
+        """Append newer rows."""
+        self.ids.frombytes(ids.tobytes())
+        if rewards is not None:
+            self.rewards.frombytes(rewards.tobytes())
+
+    def forget(self, low: int) -> int | None:
+        """Forget the rows with ids up to `low`; return the oldest id, None without rows."""
+        self.first = bisect.bisect_right(self.ids, low, self.first)
+        if self.first > len(self.ids) // 2:
+            del self.ids[: self.first], self.rewards[: self.first]
+            self.first = 0
+        return self.ids[self.first] if self.ids else None
+
+    def read(self) -> tuple[IntArray, Array]:
+        """Return copies of the ids and the rewards. Shapes `(n,)`, and `(n,)` or `(0,)`."""
+        return np.array(self.ids[self.first :]), np.array(self.rewards[self.first :])
+
+
+class _Groups:
+    """The groups of a storage, as far as its rows were read.
+
+    Args:
+        storage: The storage; the reference is weak.
+    """
+
+    def __init__(self, storage: ReadView) -> None:
+        self.of, self.version = weakref.ref(storage), storage.version
+        self.last = 0  # the newest id that was looked for
+        self.by_value: dict[Any, _Group] = {}
+        #: The oldest id and the value of each group, ascending: an order that a restart does not change.
+        self.ages: list[tuple[int, Any]] = []
+
+    def add(self, ids: IntArray, values: Any, rewards: Array | None) -> None:
+        """Add newer rows. Shapes `(n,)`, `(n, ...)` and `(n,)`."""
+        names, numbers = _number(values)
+        order = np.argsort(numbers, kind="stable")
+        starts = np.flatnonzero(np.append(True, np.diff(numbers[order]) != 0))
+        parts = np.split(order, starts[1:]) if ids.size else []
+        for name, part in sorted(zip(names, parts, strict=True), key=lambda one: int(one[1][0])):
+            group = self.by_value.get(name)
+            if group is None:
+                group = self.by_value[name] = _Group()
+                self.ages.append((int(ids[part[0]]), name))
+            group.add(ids[part], None if rewards is None else rewards[part])
+
+    def forget(self, low: int) -> None:
+        """Forget the rows with ids up to `low`."""
+        while self.ages and self.ages[0][0] <= low:
+            _, name = self.ages.pop(0)
+            if (oldest := self.by_value[name].forget(low)) is None:
+                del self.by_value[name]
+            else:
+                bisect.insort(self.ages, (oldest, name), key=lambda one: one[0])
 
 
 class PromptGroupSampler(Sampler):
@@ -47,8 +99,8 @@ class PromptGroupSampler(Sampler):
 
     A group is all rows with the same value in a field. The rows of a batch are sorted by group. No group and
     no row is drawn twice in a batch, unless there are fewer than needed: then some are drawn again, and the
-    sampler warns once. Sampling removes no rows. After rows were written or changed, the field (and the
-    rewards) of all rows are read again.
+    sampler warns once. Sampling removes no rows. The field (and the rewards) of new rows are read once; after
+    rows were changed or deleted, those of all rows are read again.
 
     The rows of a group are chosen as in RePO (Li et al. 2025, arXiv:2506.09340): at random, the newest, those
     with the highest rewards, or those whose rewards have the largest variance (if several choices have it,
@@ -151,14 +203,16 @@ class PromptGroupSampler(Sampler):
             raise ArgumentError(
                 f"{type(self).__name__} only supports single-dimensional storages, got ndim={storage.ndim}."
             )
-        found = self._groups(storage)
-        chosen = self._fill_up(np.arange(found.number), groups, generator)
-        return Selection(np.concatenate([self._rows(found, group, rows, generator) for group in chosen]))
+        with self._lock:
+            found = self._follow(storage)
+            chosen = self._fill_up(len(found.ages), groups, generator)
+            parts = [found.by_value[found.ages[number][1]].read() for number in chosen]
+        return Selection(np.concatenate([self._choose_rows(*part, rows, generator) for part in parts]))
 
-    def _fill_up(self, items: IntArray, count: int, generator: np.random.Generator) -> IntArray:
-        """Return `count` items in random order; if there are fewer, some of them again."""
-        if items.size >= count:
-            return generator.permutation(items)[:count]
+    def _fill_up(self, items: int, count: int, generator: np.random.Generator) -> IntArray:
+        """Return `count` numbers below `items` in random order; if there are fewer, some of them again."""
+        if items >= count:
+            return generator.choice(items, count, replace=False)
         if not self._warned:
             self._warned = True
             warnings.warn(
@@ -167,55 +221,58 @@ class PromptGroupSampler(Sampler):
                 UserWarning,
                 stacklevel=2,
             )
-        again = items[generator.integers(0, items.size, count - items.size)]
+        again = generator.integers(0, items, count - items)
         return np.concatenate([generator.permutation(items), again])
 
-    def _rows(self, groups: _Groups, group: int, count: int, generator: np.random.Generator) -> IntArray:
-        own = slice(int(groups.starts[group]), int(groups.starts[group + 1]))
-        ids = groups.ids[own]
+    def _choose_rows(
+        self, ids: IntArray, rewards: Array, count: int, generator: np.random.Generator
+    ) -> IntArray:
+        """Return `count` rows of a group. Shapes `(n,)`."""
         if ids.size < count or self.strategy == "random":
-            return self._fill_up(ids, count, generator)
-        if self.strategy == "recency" or groups.rewards is None:
+            return ids[self._fill_up(ids.size, count, generator)]
+        if self.strategy == "recency":
             return ids[-count:]
-        order = np.argsort(groups.rewards[own], kind="stable")
+        order = np.argsort(rewards, kind="stable")
         if self.strategy == "reward":
             highest: IntArray = ids[order[::-1][:count]]
             return highest
-        low = _most_varied(groups.rewards[own][order], count)
+        low = _most_varied(rewards[order], count)
         found: IntArray = ids[np.concatenate([order[:low], order[order.size - (count - low) :]])]
         return found
 
-    def _groups(self, storage: ReadView) -> _Groups:
+    def _follow(self, storage: ReadView) -> _Groups:
         """Return the groups of the rows that can be read now."""
-        with self._lock:
-            moment = (storage.window, storage.version)
-            known = self._known
-            if known is None or known.of() is not storage or known.moment != moment:
-                known = self._known = self._find_groups(storage, moment)
-            return known
+        window, groups = storage.window, self._known
+        if groups is None or groups.of() is not storage or groups.version != storage.version:
+            groups = _Groups(storage)
+        self._known = None  # after an interruption all rows are read again
+        if window.last > groups.last:
+            new = Window(max(window.low, groups.last), window.last, window.deleted).ids()
+            groups.add(*self._read(storage, new))
+            groups.last = window.last
+        groups.forget(window.low)
+        self._known = groups
+        return groups
 
-    def _find_groups(self, storage: ReadView, moment: tuple[Any, ...]) -> _Groups:
+    def _read(self, storage: ReadView, ids: IntArray) -> tuple[IntArray, Any, Array | None]:
+        """Return the ids of those rows that can be read, their values, and their rewards if needed."""
         needs = self.strategy in ("reward", "variance")
         keys = [to_key(self.group_key), *([to_key(self.reward_key)] if needs else [])]
         if storage.row_traits.whole:
-            ids, (items,) = read_present(storage, storage.window.ids(), [0])
+            ids, (items,) = read_present(storage, ids, [0])
             columns = [_of_items(items, key) for key in keys]
         else:
             schema = storage.require_schema()
-            ids, columns = read_present(storage, storage.window.ids(), [schema.place_of(key) for key in keys])
+            ids, columns = read_present(storage, ids, [schema.place_of(key) for key in keys])
             if needs and schema[keys[1]].dtype == "bfloat16":
                 columns[1] = widen_bfloat16(columns[1])
-        names = _number(columns[0])
-        order = np.argsort(names, kind="stable")
-        starts = np.append(np.flatnonzero(np.append(True, np.diff(names[order]) != 0)), names.size)
-        rewards = None
-        if needs:
-            if not isinstance(columns[1], np.ndarray) or columns[1].dtype.kind not in "fiub":
-                raise ArgumentError(
-                    f"The {self.strategy!r} strategy requires reward_key={self.reward_key} to hold numbers."
-                )
-            rewards = columns[1].reshape(ids.size, -1).astype(np.float64).mean(1)[order]
-        return _Groups(weakref.ref(storage), moment, ids[order], rewards, starts)
+        if not needs:
+            return ids, columns[0], None
+        if not isinstance(columns[1], np.ndarray) or columns[1].dtype.kind not in "fiub":
+            raise ArgumentError(
+                f"The {self.strategy!r} strategy requires reward_key={self.reward_key} to hold numbers."
+            )
+        return ids, columns[0], columns[1].reshape(ids.size, -1).astype(np.float64).mean(1)
 
     def __repr__(self) -> str:
         number = (
@@ -243,15 +300,17 @@ def _most_varied(rewards: Array, count: int) -> int:
     return int(np.argmax(np.where(widest, total, -np.inf)))
 
 
-def _number(column: Any) -> IntArray:
-    """Return integers that are equal where the values are equal. Shapes `(n, ...)` in, `(n,)` out."""
+def _number(column: Any) -> tuple[list[Any], IntArray]:
+    """Return the values that occur, and the number of each row's value. Shape in `(n, ...)`, out `(n,)`."""
     if not isinstance(column, np.ndarray) or column.dtype.kind == "O":
         values = column.tolist() if isinstance(column, np.ndarray) else column.to_pylist()
         known: dict[Any, int] = {}
-        return np.array([known.setdefault(_hashable(value), len(known)) for value in values])
+        numbers = np.array([known.setdefault(_hashable(value), len(known)) for value in values], np.int64)
+        return list(known), numbers
     flat = column.reshape(len(column), -1)
-    _, numbers = np.unique(flat if flat.shape[1] > 1 else flat[:, 0], axis=0, return_inverse=True)
-    return numbers.reshape(-1)
+    found, numbers = np.unique(flat if flat.shape[1] > 1 else flat[:, 0], axis=0, return_inverse=True)
+    names = [_hashable(name) if name == name else None for name in found.tolist()]  # NaN equals NaN
+    return names, numbers.reshape(-1)
 
 
 def _hashable(value: Any) -> Any:

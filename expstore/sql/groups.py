@@ -7,10 +7,13 @@ of episodes and from the readable rows; nothing of it is stored, except how a gr
 from __future__ import annotations
 
 import bisect
+import contextlib
 import heapq
 import json
+import logging
 import math
 import threading
+import time
 import weakref
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
@@ -23,6 +26,7 @@ import pyarrow as pa
 from expstore.core.id_set import NO_IDS
 from expstore.core.values import IntArray
 from expstore.episodes.annotations import GROUP, merge_info
+from expstore.episodes.sessions import SessionKey
 from expstore.errors import NotFoundError, QueryError, StateError
 from expstore.sql.index import CONFIG
 from expstore.sql.views import GROUPS, Relations, quote, select_rows
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView
     from expstore.storages.run_index import Runs
 
+_logger = logging.getLogger("expstore")
 #: What is read of episodes; times are microseconds since 1970.
 _KINDS = pa.schema(
     {
@@ -47,6 +52,8 @@ _KINDS = pa.schema(
 _FACTS = _KINDS.names
 _ALL = f"SELECT {', '.join(map(quote, _FACTS))} FROM episodes WHERE info IS NOT NULL"
 _ENDED = ("terminated", "truncated")
+#: Numbers of places are smaller; JSON and JavaScript have them exactly.
+_LARGEST_PLACE = 1 << 53
 
 
 class Member(NamedTuple):
@@ -60,18 +67,53 @@ class Member(NamedTuple):
     version: int | None
 
 
+class DrawOrder(NamedTuple):
+    """Where a group comes among others: the oldest policy version first, then what began first.
+
+    Args:
+        has_version: Whether a version is known; groups without one come first.
+        version: The oldest policy version.
+        began: Number of the place, or id of the first episode.
+    """
+
+    has_version: bool
+    version: int
+    began: int
+
+
+class Place(NamedTuple):
+    """A group that was started and is neither complete nor failed nor discarded.
+
+    Args:
+        id: The value that its episodes have in the group's field: the time in microseconds since 1970, or
+            the next free number.
+        version: The policy version of its rollouts.
+        session: Who started it: when the session ends, the place is freed. None: this process.
+    """
+
+    id: int
+    version: int
+    session: SessionKey | None
+
+    @property
+    def order(self) -> DrawOrder:
+        """Where its group comes among others."""
+        return DrawOrder(True, self.version, self.id)
+
+
 class Group:
     """Episodes with the same key value.
 
     Args:
         id: Id of its first episode.
         key: The value.
+        place: Where it was started; None: it was not, or by a process that has ended.
     """
 
-    __slots__ = ("end", "id", "key", "lost", "members", "oldest", "reason", "status")
+    __slots__ = ("end", "id", "key", "lost", "members", "oldest", "place", "reason", "status")
 
-    def __init__(self, id: int, key: int | str) -> None:
-        self.id, self.key = id, key
+    def __init__(self, id: int, key: int | str, place: Place | None = None) -> None:
+        self.id, self.key, self.place = id, key, place
         self.members: dict[int, Member] = {}
         #: How it was closed or discarded; None: it was not.
         self.end: dict[str, Any] | None = None
@@ -102,6 +144,13 @@ class Group:
         """Return the policy versions of the members that have one."""
         return [one.version for one in self.members.values() if one.version is not None]
 
+    def find_order(self) -> DrawOrder:
+        """Return where it comes among others."""
+        if self.place is not None:
+            return self.place.order
+        version = min(self.versions(), default=None)
+        return DrawOrder(version is not None, version or 0, self.id)
+
     def describe(self) -> dict[str, Any]:
         """Return its row of the relation `groups`."""
         members = self.members.values()
@@ -115,6 +164,7 @@ class Group:
             "size": len(members),
             "members": list(self.members),
             "ended": sum(one.status in _ENDED for one in members),
+            "length": sum(one.length for one in members),
             "mean_return": math.fsum(returns) / len(returns) if returns else None,
             "std_return": float(np.std(returns)) if returns else None,
             "min_version": min(versions, default=None),
@@ -128,7 +178,7 @@ class Groups:
     """Follow the groups of a storage. The cost of `look` is proportional to what changed since the last call.
 
     Threads: hold `lock` from `look` until its results are no longer used. Processes: each follows the store
-    for itself. Crashes: it is computed again from the episodes.
+    for itself. Crashes: it is computed again from the episodes, and all places are forgotten.
 
     Args:
         storage: The storage; the reference is weak.
@@ -144,6 +194,9 @@ class Groups:
         self._table: object | None = None
         #: Incremented when all groups are computed again: `changed` begins anew then.
         self.generation = 0
+        #: The groups that were started, by the text of the value that their episodes have, in that order.
+        self.places: dict[str, Place] = {}
+        self._newest_place = 0
         self._reset()
 
     def _reset(self) -> None:
@@ -227,8 +280,9 @@ class Groups:
             elif not group.has_room(size):
                 group = None
         if group is None:
-            group = self.by_id[number] = Group(number, facts["key"])
+            group = self.by_id[number] = Group(number, facts["key"], self.places.get(str(facts["key"])))
             groups.append(group)
+            self._newest_place = max(self._newest_place, _number_of(facts["key"]))
         if number == group.id and "end" in facts:
             group.end = facts["end"]
             known = {group.id + offset for offset in group.end["members"]}
@@ -243,6 +297,8 @@ class Groups:
         group.settle(size)
         if group.status != former:
             self.changed.append(group.id)
+            if group.status != "open" and group.place is not None:
+                self.places.pop(str(group.key), None)
 
     def _follow_rows(self, storage: ReadView, touched: Sequence[Group]) -> None:
         """Find out which groups have lost rows: of these, of the oldest ones, and of all after a deletion."""
@@ -290,6 +346,54 @@ class Groups:
         groups = self.by_id.values() if ids is None else [self.by_id[id] for id in ids]
         return pa.Table.from_pylist([group.describe() for group in groups], GROUPS)
 
+    # -- groups that are started before they have episodes ------------------------------------------
+
+    def start(self, version: int, session: SessionKey | None) -> Place:
+        """Let a group have a place among others before its first episode; the caller holds the lock."""
+        now = time.time_ns() // 1000
+        self._newest_place = number = max(now, self._newest_place + 1)  # also if the clock was set back
+        place = self.places[str(number)] = Place(number, version, session)
+        self.newest_version = max(version, version if self.newest_version is None else self.newest_version)
+        return place
+
+    def end_place(self, catalog: Catalog, number: int, status: str, reason: str = "") -> None:
+        """Close or discard a group that was started; closing one that is complete does nothing.
+
+        Args:
+            catalog: The catalog that owns the groups.
+            number: The value that its episodes have.
+            status: "complete", "discarded", or "abandoned": discarded unless it is complete.
+            reason: Why it is discarded.
+
+        Raises:
+            NotFoundError: It was not started by a process that is alive, and has no episode.
+            StateError: No member has ended, or the group has another status.
+        """
+        with self.lock:
+            self.look(catalog)
+            found = self._by_key.get(number) or self._by_key.get(str(number))
+            if found is None and (place := self.places.get(str(number))) is not None:
+                if status == "complete":
+                    raise StateError(
+                        f"group {number} has no episode, so it cannot be closed",
+                        hint=f"write its rollouts with {number} in the field of the group, or discard it",
+                    )
+                del self.places[str(place.id)]
+                return
+        if found is None:
+            raise NotFoundError(f"no group {number} was started, or it has ended")
+        if status == "discarded" or found[0].status != "complete":
+            self.end(catalog, found[0].id, "complete" if status == "complete" else "discarded", reason)
+
+    def free(self, catalog: Catalog, sessions: Collection[SessionKey]) -> None:
+        """Discard the groups that sessions have started and not completed, with reason "lost"."""
+        with self.lock:
+            lost = [place.id for place in self.places.values() if place.session in sessions]
+        for number in lost:
+            _logger.warning("group %d is lost: the worker that started it has ended", number)
+            with contextlib.suppress(NotFoundError, StateError):  # it has ended meanwhile
+                self.end_place(catalog, number, "abandoned", "lost")
+
     def count(self, status: str) -> int:
         """Return how many groups have a status."""
         return sum(group.status == status for group in self.by_id.values())
@@ -336,6 +440,13 @@ class Groups:
                 writer.annotate(replace(entry, text=text))
                 self.look(catalog)
                 return group
+
+
+def _number_of(key: int | str) -> int:
+    """Return the number of the place that a value names; 0: it names none."""
+    if isinstance(key, str):
+        key = int(key) if len(key) <= 16 and key.isascii() and key.isdigit() else 0
+    return key if key < _LARGEST_PLACE else 0
 
 
 def _check_end(group: Group, status: str, members: Collection[int]) -> None:

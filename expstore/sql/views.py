@@ -74,6 +74,7 @@ GROUPS = pa.schema(
         "size": pa.int64(),
         "members": pa.list_(pa.int64()),
         "ended": pa.int64(),
+        "length": pa.int64(),
         "mean_return": pa.float64(),
         "std_return": pa.float64(),
         "min_version": pa.int64(),

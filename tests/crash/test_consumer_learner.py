@@ -90,7 +90,7 @@ class Learner:
                     consumer.commit()
 
 
-def live_once(learner: Learner, chance: random.Random) -> bool:
+def live_once(learner: Learner, chance: random.Random, draws: int = 90) -> bool:
     """Let a learner live, and kill it a moment after some draws; return whether it came to its end."""
     read_end, write_end = os.pipe()
     pid = os.fork()
@@ -98,7 +98,7 @@ def live_once(learner: Learner, chance: random.Random) -> bool:
         try:
             torch.set_num_threads(1)
             os.close(read_end)
-            learner.live(chance.randint(1, 90), lambda: os.close(write_end))
+            learner.live(chance.randint(1, draws), lambda: os.close(write_end))
             os._exit(0)
         except BaseException:
             traceback.print_exc()

@@ -245,7 +245,12 @@ def test_arguments_are_checked(urls: list[str]) -> None:
         with connect(urls, **options) as rb, pytest.raises(StateError):
             rb.sample()
     with connect(urls) as rb:
-        for act in (lambda: rb.snapshots, lambda: rb.consumers, lambda: rb.consumer("learner")):
+        for act in (
+            lambda: rb.snapshots,
+            lambda: rb.groups,
+            lambda: rb.consumers,
+            lambda: rb.consumer("learner"),
+        ):
             with pytest.raises(RemoteError) as caught:
                 act()
             assert caught.value.kind == "local_only"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+import expstore
 from expstore import LazyStackStorage, MemoryStorage, PromptGroupSampler, ReplayBuffer, TensorDictReplayBuffer
 from tests.support.batches import memory_buffer
 
@@ -135,3 +138,30 @@ def test_rewards_may_be_negative_in_all_dtypes(dtype: torch.dtype) -> None:
     sampler = PromptGroupSampler(samples_per_group=2, strategy="reward")
     rb = memory_buffer(seed=2, sampler=sampler, rows=data, batch_size=2)
     assert sorted(rb.sample()["next", "reward"].tolist()) == [2.0, 3.0]
+
+
+@pytest.mark.filterwarnings("ignore:A group")
+@pytest.mark.parametrize("capacity", [None, 60])
+def test_groups_that_are_followed_are_those_of_all_rows(capacity: int | None, tmp_path: Path) -> None:
+    """New rows, rows that are overwritten, changed and deleted; two samplers with the same random numbers."""
+    chance = random.Random(3)
+
+    def make() -> PromptGroupSampler:
+        return PromptGroupSampler(num_groups=2, strategy="reward")
+
+    sampler = make()
+    with expstore.open(tmp_path / "a.exp", capacity=capacity, sampler=sampler, layout="flat") as rb:
+        for number in range(150):
+            count = chance.randint(1, 9)
+            query = np.array([chance.randint(0, 20) for _ in range(count)])
+            rb.extend({"query": query, "next": {"reward": np.arange(count) * 0.1 + number}})
+            if chance.random() < 0.1:
+                rb[chance.randrange(len(rb))] = {"query": np.int64(5), "next": {"reward": np.float64(1e9)}}
+            if capacity is None and chance.random() < 0.1:
+                rb.episodes.delete(f"episode_id = {chance.randint(1, number + 1)}")
+            if chance.random() < 0.6:
+                found, fresh = (
+                    one.select(rb.storage, 4, np.random.default_rng(number)).ids.tolist()
+                    for one in (sampler, make())
+                )
+                assert found == fresh
