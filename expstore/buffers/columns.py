@@ -5,13 +5,14 @@ This module determines a field's type and computes its values; the storage write
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
 
+from expstore.buffers.annotations import fit_rows, make_entry
 from expstore.buffers.domain_checks import row_text, specs_of
 from expstore.buffers.field_stats import FieldStats, compute_stats
 from expstore.buffers.sampling import Sampling
@@ -27,8 +28,10 @@ from expstore.schema.spec_text import check_specs, leaves_of
 from expstore.specs import Composite, Unbounded
 from expstore.specs.base import TensorSpec
 from expstore.sql.sync import Catalog
+from expstore.storages.base import Storage
 from expstore.storages.capabilities import FieldChanges
 from expstore.storages.engine.backfill import check_droppable
+from expstore.storages.format.annotation_log import Part
 from expstore.storages.new_field import NewField, Progress, check_new_field
 from expstore.storages.read_view import ReadView, read_present, read_stable
 
@@ -71,9 +74,10 @@ class Columns:
         function: Function | None = None,
         sql: str | None = None,
         dtype: Any = None,
-        shape: int | tuple[int, ...] | None = None,
+        shape: int | tuple[int | None, ...] | None = None,
         default: Any = _NOTHING,
         spec: TensorSpec | None = None,
+        like: str | tuple[str, ...] | None = None,
         progress: Progress | None = None,
     ) -> None:
         """Add a field to all stored and later rows. It is durable when this returns.
@@ -82,19 +86,25 @@ class Columns:
         last rows get their values. Other fields are not written, and are read only to compute values. The new
         field has the flat layout and is the last one of the schema.
 
+        A field of any length, `shape=(None,)`, is annotated: later rows are written without it, and get their
+        values by `rb.annotate`. It needs `dtype`, and `fill` or `function`; appends wait until it is added.
+
         Args:
             name: The field; a tuple for one inside a group.
             fill: The value of all stored rows: a number, or a tensor of the row's shape.
             function: Function that computes the values. It gets a TensorDict of up to 4096 rows as they are
                 stored, with `index` and `id`, and returns a tensor or array of shape `(n, *shape)`. It must
-                not write, and may be called more than once with the same row.
+                not write, and may be called more than once with the same row. For a field of any length it
+                returns a nested tensor, or a list of n arrays.
             sql: An SQL expression over a row and its episode, as in `where=` of samplers. Give exactly one of
                 `fill`, `function` and `sql`.
             dtype: Dtype of torch or NumPy, or its name; None: that of `spec` or of the values.
-            shape: Shape of a row's value; None: that of `spec` or of the values.
+            shape: Shape of a row's value; None: that of `spec` or of the values. `(None,)`: any number of
+                values.
             default: The value of later rows that lack the field; None: such rows are refused. By default
                 `fill`, and None with `function` and `sql`.
             spec: Which values the field may have; None: all of its dtype.
+            like: For a field of any length: the field of any length that has as many values in each row.
             progress: Called with the number of rows that have their value and the number of all rows.
 
         Raises:
@@ -115,7 +125,22 @@ class Columns:
         fields = _fields_of(storage)
         storage.require_schema()
         kind = None if dtype is None else _dtype_name(dtype)
+        form: tuple[Any, ...] | None
         form = None if shape is None else ((shape,) if isinstance(shape, int) else tuple(shape))
+        if form == (None,):
+            if sql is not None or default is not _NOTHING or spec is not None or kind is None:
+                raise ArgumentError(
+                    f"field {key_name(key)!r} of any length takes dtype=, and fill= or function=, and "
+                    "neither sql=, default= nor spec="
+                )
+            entry = make_entry(storage.require_schema(), key, kind, None, like)
+            check_new_field(storage, entry)
+            values = _annotate_all(storage.writer(), entry, fill, function, progress)
+            fields.add(NewField(entry=entry, specs=storage.settings.specs(), annotations=values))
+            self._sampling.drop_prefetched()
+            return
+        if like is not None:
+            raise ArgumentError("like= is for fields of any length", hint="pass shape=(None,), too")
         if spec is not None:
             kind = kind or str(spec.dtype).removeprefix("torch.")
             form = tuple(spec.shape) if form is None else form
@@ -206,6 +231,25 @@ class Columns:
         storage = self._store.check_open()
         storage.follow()
         return read_stable(storage, lambda: compute_stats(storage, fields))
+
+
+def _annotate_all(
+    storage: Storage, entry: Field, fill: Any, function: Function | None, progress: Progress | None
+) -> Iterator[tuple[IntArray, Part]]:
+    """Yield the ids of all rows in parts, each with the values of a new field of any length."""
+    window = storage.stored
+    ids = window.ids()
+    step = max(1, min(_ROWS, _BYTES // max(1, storage.require_schema().row_bytes)))
+    for start in range(0, ids.size, step):
+        found = ids[start : start + step]
+        if function is None:
+            values: Any = [fill] * found.size
+        else:
+            _, batch = _read_stored(storage, found)
+            values = function(batch)
+        yield found, fit_rows(storage, entry, found, values)
+        if progress is not None:
+            progress(start + found.size, ids.size)
 
 
 def _read_stored(storage: ReadView, ids: IntArray) -> tuple[IntArray, TensorDictBase]:
@@ -357,6 +401,7 @@ class _ByFormula(_Values):
         row_places = {"_episode": 1, "_step": 2, "_time": 3}
         places = [*needs.fields, *(len(schema.fields) + row_places[name] for name in needs.rows)]
         found, columns = read_present(storage, ids, places)
+        needs.mark_missing(storage, found, columns)
         facts = None
         if formula.facts:
             episodes = np.unique(columns[len(needs.fields) + needs.rows.index("_episode")])

@@ -554,13 +554,13 @@ class Ingest(StorePart):
         """Return what reads rows of a schema, except single rows."""
         is_quick = (
             is_plain(schema.form)
-            and not schema.variable
+            and not schema.written.variable
             and all(entry.dtype != "bfloat16" for entry in schema.fields)  # NumPy has only its bits
             and storage.geometry.ndim == 1
             and not self._index.time_dim
         )
         steps = StepReader(schema, storage.keys)
-        return _Readers(schema, steps, Intake(schema) if is_quick else None)
+        return _Readers(schema, steps, Intake(schema.written) if is_quick else None)
 
     # -- data as columns -----------------------------------------------------------------------------
 

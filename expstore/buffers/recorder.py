@@ -323,6 +323,7 @@ class Recorder:
         if schema is None:
             _refuse_missing(values, more)
             schema = self._target.fix_fields(_first_row(values, more, self._lanes))
+        schema = schema.written
         if schema.variable:
             self._block = _VariableBlock(
                 schema, more.keys(), self._lanes, self._flush_steps, self._target.read_step

@@ -18,6 +18,7 @@ from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from torch.utils._pytree import tree_leaves
 
 from expstore.buffers import torchrl_service
+from expstore.buffers.annotations import annotate
 from expstore.buffers.arguments import (
     MOST_BATCH_ROWS,
     check_batch_size,
@@ -744,6 +745,44 @@ class ReplayBuffer:
             PriorityError: A priority is negative, NaN or infinite; none was set.
         """
         return self._updates.update_priority(index, priority, id)
+
+    def annotate(
+        self,
+        ids: Any,
+        values: Mapping[Any, Any],
+        *,
+        by: str | None = None,
+        like: str | tuple[str, ...] | None = None,
+    ) -> None:
+        """Add values that are computed after the rows, such as advantages, to stored rows.
+
+        Nothing is overwritten: the newest value of a row is in batches, `where=` and SQL, the older ones are
+        in the SQL relation `annotations`. A field that does not exist is added: an array gives all rows
+        values of one shape, and a list of arrays or lists gives each row values of any length. The values
+        survive the process when this returns, and a power failure after the next `flush`; a killed call has
+        written all of its values or none.
+
+        Args:
+            ids: Ids of the rows, as batches have them; former ids of restored rows are
+                translated. If an id occurs twice, its last value is the newest. Shape `(n,)`.
+            values: Values by field: arrays or tensors of shape `(n, *row shape)`, lists of n numbers, or
+                lists of n arrays of any length; nested tensors, too.
+            by: Name of what has computed them, for the relation `annotations`.
+            like: For new fields of any length: the field of any length that has as many values in each row,
+                such as the tokens. Each later call is checked, too.
+
+        Raises:
+            SchemaError: Values have another shape, length or dtype than the field, or the field is written
+                with its rows.
+            NotFoundError: A row is not in the store.
+            StateError: The store has no rows yet, is open for reading only, or keeps the best rows.
+            StorageError: The disk failed. Whatever is raised, no value was written.
+
+        Example:
+            >>> sample = rb.sample()
+            >>> rb.annotate(sample["id"], {"advantage": torch.zeros(32)}, by="trainer-3")
+        """
+        annotate(self._store, ids, values, by, like)
 
     def mark_update(self, index: Any) -> None:
         """Notify the sampler that rows were changed; prioritized samplers give them the largest priority.

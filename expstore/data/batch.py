@@ -106,7 +106,9 @@ class Batch:
             SchemaError: The batch does not fit; only added fields may be missing.
         """
         if self.arranged is not None or tuple(self.keys) == schema.keys:
-            return list(range(len(schema.fields))), self.columns(schema)
+            columns = self.columns(schema)
+            places = [place for place, entry in enumerate(schema.fields) if not entry.annotated]
+            return places, [columns[place] for place in places]
         keys = schema.find_given(self.keys)
         where = [self.keys.index(key) for key in keys]
         dtypes, arrays = [self.dtypes[at] for at in where], [self.arrays[at] for at in where]

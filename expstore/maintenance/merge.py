@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import Schema
 from expstore.schema.spec_text import same_specs
 from expstore.storages.batch import now_us
+from expstore.storages.columns.annotated import Annotations
 from expstore.storages.columns.checksums import BlockCheck, read_entries
 from expstore.storages.columns.column_set import ReadColumns
 from expstore.storages.engine.open_settings import Settings
@@ -333,6 +334,12 @@ class _Run:
         columns[-4] = columns[-4] + self.episode
         return columns
 
+    def locate(self, ids: IntArray) -> IntArray:
+        """Return the ids of rows in the new store, 0 for rows that are not copied. Shapes `(n,)`."""
+        at = np.searchsorted(self.ids, ids)
+        there = self.ids[np.minimum(at, self.ids.size - 1)] == ids if self.ids.size else ids < 0
+        return np.where(there, self.before + at + 1, 0)
+
     def renumber(self) -> Iterator[LogEntry]:
         """Yield the log entries of its episodes and sources, with the numbers of the new store."""
         for entry in self.entries:
@@ -441,6 +448,12 @@ class _Joined:
         if len(parts) == 1:
             return parts[0]
         return [join_parts(columns) for columns in zip(*parts, strict=True)]
+
+    def annotations(self) -> Iterator[tuple[Annotations, Callable[[IntArray], IntArray]]]:
+        """Yield the records of annotations of all stores; see `ContentLike`."""
+        for run in self._runs:
+            if (found := run.storage.state.annotations) is not None:
+                yield found, run.locate
 
     def counts(self, first_id: int, count: int) -> Array:
         """Return zeros: no row of the new store has been sampled yet. Shape `(count,)`, uint32."""

@@ -30,6 +30,7 @@ from expstore.storages.format.journal import Record, no_records, read_journal, s
 from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.format.manifest import MANIFEST, Manifest
 from expstore.storages.format.paths import (
+    ANNOTATIONS,
     CHECKSUMS,
     COLUMNS,
     INDEX,
@@ -127,6 +128,10 @@ def inspect(
         from expstore.maintenance.segments import check_segments  # loads pyarrow
 
         check_segments(inspection)
+    annotations = None if inspection.group is None else inspection.group.annotations
+    if annotations is not None and (damage := annotations.find_damage()) is not None:
+        text = f"{ANNOTATIONS}: {damage}"
+        inspection.note(Finding(kind="annotations", path=ANNOTATIONS, message=text))
     if inspection.past is not None and inspection.group is not None:
         check_ids(inspection)
         check_rows(inspection)
@@ -299,7 +304,7 @@ def _stands(inspection: Inspection, publish: Publish) -> bool:
         return False
     first, count, crc = publish.first_id + publish.skipped, publish.count - publish.skipped, 0
     for place in range(len(group.summed)):
-        if place not in group.variable_places:
+        if place not in group.variable_places and place not in group.annotated:
             for _, rows in read_column(inspection, place, first, count):
                 crc = google_crc32c.extend(crc, rows.tobytes())
     for segments in group.shared:

@@ -443,6 +443,7 @@ class Filter:
         needs = self._bound(storage)
         places = [*needs.fields, *(len(needs.schema.fields) + _PLACES[name] for name in needs.rows)]
         columns = storage.read(ids, places) if places else []
+        needs.mark_missing(storage, ids, columns)
         table = None
         if self._conditions.facts:
             table = facts.of(columns[len(needs.fields) + needs.rows.index("_episode")])

@@ -48,8 +48,8 @@ class RowTraits:
         Raises:
             SchemaError: A field cannot be stored.
         """
-        if schema.variable and not (self.variable or self.undecided):
-            entry = schema[schema.variable[0]]
+        if (found := schema.written.variable) and not (self.variable or self.undecided):
+            entry = schema[found[0]]
             raise SchemaError(
                 f"field {key_name(entry.key)!r} is {entry}: its rows have no fixed size, which a {kind} "
                 "storage cannot keep",

@@ -74,12 +74,18 @@ class Field:
             variable-length fields.
         arrow: Text of the Arrow type of a variable-length field, in the notation of
             `expstore.schema.arrow_types`.
+        annotated: Whether its values are written after the rows, by `rb.annotate`. Rows are written without
+            it.
+        like: Of an annotated field of variable length: the field that has as many items in each row; () if
+            any number is allowed.
     """
 
     key: Key
     dtype: str
     shape: tuple[int, ...]
     arrow: str = ""
+    annotated: bool = False
+    like: Key = ()
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
@@ -198,6 +204,18 @@ class Schema:
         return tuple(entry.key for entry in self.fields if entry.variable)
 
     @cached_property
+    def annotated(self) -> tuple[Field, ...]:
+        """The fields whose values are written after the rows."""
+        return tuple(entry for entry in self.fields if entry.annotated)
+
+    @cached_property
+    def written(self) -> Schema:
+        """The schema of rows that are written: without annotated fields."""
+        if not self.annotated:
+            return self
+        return Schema([entry for entry in self.fields if not entry.annotated], self.form, self.late)
+
+    @cached_property
     def _defaults(self) -> dict[Key, Array]:
         return {key: value for key, value in self.late.items() if value is not None}
 
@@ -272,7 +290,8 @@ class Schema:
             default = np.array(default, entry.numpy_dtype)
             if default.shape != entry.shape:
                 raise SchemaError(f"the default of {key_name(entry.key)!r} has shape {list(default.shape)}")
-        return Schema((*self.fields, entry), self.form, {**self.late, entry.key: default})
+        late = self.late if entry.annotated else {**self.late, entry.key: default}
+        return Schema((*self.fields, entry), self.form, late)
 
     def without(self, key: Key) -> Schema:
         """Return the schema without one of its fields.
@@ -301,7 +320,9 @@ class Schema:
         """Raise SchemaError if a field is unknown, or missing and not optional."""
         here = set(keys)
         unknown = [key for key in keys if key not in self._by_key]
-        missing = [key for key in self.keys if key not in here and key not in optional]
+        missing = [key for key in self.written.keys if key not in here and key not in optional]
+        if given := [entry for entry in self.annotated if entry.key in here]:
+            raise build_annotated_error(given)
         if not (unknown or missing):
             return
         hint = f"the store has {self!r}"
@@ -333,7 +354,7 @@ class Schema:
             SchemaError: A field is missing or unknown, or has another row shape or a dtype that cannot be
                 converted without loss.
         """
-        if tuple(keys) == self.keys and not partial:
+        if tuple(keys) == self.keys and not partial and not self.annotated:
             return [
                 column
                 if dtype == entry.dtype and column.shape[1:] == entry.shape and column.flags.c_contiguous
@@ -352,6 +373,8 @@ class Schema:
 
     def _fill_default(self, key: Key, count: int) -> Array:
         entry = self[key]
+        if entry.annotated:
+            return np.empty((count, 0), np.uint8)  # a row that is written has no bytes of it
         return np.ascontiguousarray(np.broadcast_to(self._defaults[key], (count, *entry.shape)))
 
     def to_json(self) -> list[dict[str, Any]] | dict[str, Any]:
@@ -361,6 +384,8 @@ class Schema:
             known: dict[str, Any] = {"key": list(f.key), "dtype": f.dtype, "shape": list(f.shape)}
             if f.variable:
                 known["arrow"] = f.arrow
+            if f.annotated:
+                known["annotated"] = list(f.like)
             if f.key in self.late:
                 default = self.late[f.key]
                 known["late"] = {"default": None if default is None else _to_hex(f, default)}
@@ -377,9 +402,12 @@ class Schema:
         try:
             fields, form = (data["fields"], str(data["form"])) if isinstance(data, dict) else (data, "")
             found = [
-                Field(to_key(f["key"]), str(f["dtype"]), tuple(map(int, f["shape"])), str(f.get("arrow", "")))
+                Field(
+                    to_key(f["key"]), str(f["dtype"]), tuple(map(int, f["shape"])), str(f.get("arrow", "")),
+                    "annotated" in f, tuple(map(str, f.get("annotated", ()))),
+                )
                 for f in fields
-            ]
+            ]  # fmt: skip
             late = {
                 entry.key: _from_hex(entry, f["late"]["default"])
                 for entry, f in zip(found, fields, strict=True)
@@ -390,6 +418,15 @@ class Schema:
             return cls(found, form, late)
         except INVALID as exc:
             raise CorruptionError(f"the stored schema cannot be read: {exc}") from exc
+
+
+def build_annotated_error(entries: Iterable[Field]) -> SchemaError:
+    """Return the error for values of annotated fields in rows that are written or changed."""
+    names = ", ".join(repr(key_name(entry.key)) for entry in entries)
+    return SchemaError(
+        f"rows are written without the annotated field {names}",
+        hint="leave it out, and write its values by rb.annotate(ids, values)",
+    )
 
 
 def arrow_dtype(text: str) -> str:

@@ -6,12 +6,17 @@ these become 32-bit floats and text, at any depth of nested values. Other column
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
+from expstore.core.values import IntArray
 from expstore.schema.arrow_types import ragged_of, to_type
+from expstore.schema.schema import Field
+from expstore.storages.read_view import ReadView
 
 
 class SqlValues:
@@ -37,6 +42,43 @@ class SqlValues:
     def of(self, column: pa.Array) -> pa.Array:
         """Return a column converted to `kind`: itself if it has this type, otherwise a copy."""
         return column if self.kind.equals(self._raw) else _map(column, self.kind)
+
+
+def nullable_text(entry: Field) -> str:
+    """Return the text of the Arrow type of an annotated field in SQL, where rows without a value are NULL."""
+    if entry.variable:
+        return entry.arrow
+    kind: Any = entry.dtype
+    for size in reversed(() if entry.shape == (1,) else entry.shape):
+        kind = {"fixed": [kind, size]}
+    return json.dumps(kind)
+
+
+def find_present(storage: ReadView, entry: Field, ids: IntArray) -> NDArray[np.bool_]:
+    """Return which rows have a value of an annotated field. Shapes `(n,)`."""
+    annotations = storage.state.annotations
+    if annotations is None:
+        return np.zeros(ids.size, bool)
+    return annotations.find(entry.key, storage.geometry.slot_of(ids))[0] > 0
+
+
+def to_nullable(entry: Field, values: Any, present: Any) -> pa.Array:
+    """Return values of an annotated field with NULL for rows without a value.
+
+    Args:
+        entry: The field.
+        values: As storages return them. Shape `(n, *row shape)`.
+        present: Which rows have a value. Shape `(n,)`, bool.
+    """
+    if entry.variable:
+        return values
+    kind = to_type(nullable_text(entry))
+    array = pa.array(values.reshape(-1), entry.dtype)
+    if not pa.types.is_fixed_size_list(kind):
+        return pa.array(array.to_numpy(zero_copy_only=False), kind, mask=~present)
+    for size in reversed(entry.shape[1:]):
+        array = pa.FixedSizeListArray.from_arrays(array, size)
+    return pa.FixedSizeListArray.from_arrays(array, entry.shape[0], mask=pa.array(~present))
 
 
 def _sql_type(kind: pa.DataType, *, bits: bool) -> pa.DataType:

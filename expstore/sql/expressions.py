@@ -28,8 +28,10 @@ from expstore.episodes.table import STATUS
 from expstore.errors import ArgumentError, ExpStoreError, QueryError
 from expstore.schema.row_selection import no_rows
 from expstore.schema.schema import Schema
+from expstore.sql.arrow_values import find_present, nullable_text, to_nullable
 from expstore.sql.index import CONFIG
 from expstore.sql.views import ROW_COLUMNS, Column, Relations, call_tops, quote
+from expstore.storages.read_view import ReadView
 
 #: Columns of the relation `episodes` that an expression may use.
 FACTS = (
@@ -121,6 +123,18 @@ class Needs:
         """Approximate number of bytes that are read per row."""
         fields = [self.schema.fields[place] for place in self.fields]
         return 24 + sum(_LOOSE_BYTES if entry.variable else entry.row_bytes for entry in fields)
+
+    def mark_missing(self, storage: ReadView, ids: IntArray, columns: list[Any]) -> None:
+        """Make values of annotated fields NULL in rows without a value.
+
+        Args:
+            storage: The storage of the rows.
+            ids: Ids of the rows. Shape `(n,)`.
+            columns: Their values, the fields first; the columns of annotated fields are replaced.
+        """
+        for number, place in enumerate(self.fields):
+            if (entry := self.schema.fields[place]).annotated:
+                columns[number] = to_nullable(entry, columns[number], find_present(storage, entry, ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,9 +301,12 @@ class Conditions:
             for name, values in zip(needs.rows, columns[len(fields) :], strict=True)
         ]
         stored += [
-            Column(entry.key, entry.dtype, entry.shape, [values], arrow=entry.arrow)
+            Column(
+                entry.key, entry.dtype, entry.shape, [values],
+                arrow="" if isinstance(values, np.ndarray) else nullable_text(entry),
+            )
             for entry, values in zip(fields, columns[: len(fields)], strict=True)
-        ]
+        ]  # fmt: skip
         with self._cursor(needs) as cursor:
             Relations(stored, None, capacity, needs.tops, ("_id", *needs.rows)).attach(cursor, "transitions")
             if self.facts:

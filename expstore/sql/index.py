@@ -59,6 +59,7 @@ CONFIG: dict[str, str | bool | int | float | list[str]] = {
 Read = Callable[[duckdb.DuckDBPyRelation], Any]
 _LOG_SUFFIXES = (".wal", ".wal.checkpoint", ".wal.recovery")
 _RELATIONS = (
+    "annotations",
     "commits",
     "draws",
     "episodes",

@@ -8,13 +8,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from expstore.core.values import Array, IntArray, Key, Window
+from expstore.core.values import Array, IntArray, Key, Window, key_name
 from expstore.errors import CorruptionError
 from expstore.schema.row_fields import ROW_FIELDS
+from expstore.schema.schema import Field
 from expstore.storages.columns.sample_counts import SAMPLED, Sampled
 from expstore.storages.read_view import ReadView
 
@@ -37,6 +38,7 @@ _NARROW_BYTES = 256
 
 def relations_of(storage: ReadView, window: Window, sql: str) -> Relations:
     """Return the columns of the rows in a window; no columns if a statement cannot read rows."""
+    from expstore.sql.arrow_values import nullable_text
     from expstore.sql.views import MAY_READ_ROWS, Column, Relations
 
     schema, draws = storage.schema, None
@@ -49,7 +51,8 @@ def relations_of(storage: ReadView, window: Window, sql: str) -> Relations:
         *((entry.key, entry.dtype, entry.shape) for entry in schema.fields),
         *(((f"_{entry.key[1]}",), entry.dtype, ()) for entry in ROW_FIELDS),
     ]
-    unviewed = storage.unviewed_places | {n for n, entry in enumerate(schema.fields) if entry.variable}
+    apart = {n for n, entry in enumerate(schema.fields) if entry.variable or entry.annotated}
+    unviewed = storage.unviewed_places | apart
     places = [place for place in range(len(kinds)) if place not in unviewed]
     runs = window.runs()
     scattered = _Scattered(storage, window) if len(window.deleted) > _MANY_RUNS else None
@@ -66,8 +69,10 @@ def relations_of(storage: ReadView, window: Window, sql: str) -> Relations:
             for place in places:
                 columns[place] = _view_alone(storage, place, runs, kinds[place])
     for place in unviewed:
-        read = _make_reader(storage, place, window)
-        columns[place] = Column(*kinds[place], (), take=read, arrow=schema.fields[place].arrow)
+        entry = schema.fields[place]
+        read = _make_reader(storage, place, entry, window)
+        text = nullable_text(entry) if entry.annotated else entry.arrow  # a packed field has none
+        columns[place] = Column(*kinds[place], (), take=read, arrow=text)
     found = [columns[place] for place in range(fields, len(kinds))]
     sampled = storage.state.sampled
     if sampled is not None:
@@ -114,9 +119,56 @@ def _none(draw: Draw) -> Array:
     return np.full(draw.selection.ids.size, np.nan)
 
 
-def _make_reader(storage: ReadView, place: int, window: Window) -> Callable[[IntArray], Array]:
+def _make_reader(storage: ReadView, place: int, entry: Field, window: Window) -> Callable[[IntArray], Array]:
     """Return a function that copies rows of a column, given their numbers (0: the oldest row)."""
-    return lambda numbers: storage.read(window.nth(numbers), [place])[0]
+    if not entry.annotated:
+        return lambda numbers: storage.read(window.nth(numbers), [place])[0]
+
+    from expstore.sql.arrow_values import find_present, to_nullable
+
+    def read(numbers: IntArray) -> Any:
+        ids = window.nth(numbers)
+        (values,) = storage.read(ids, [place])
+        return to_nullable(entry, values, find_present(storage, entry, ids))
+
+    return read
+
+
+def read_annotations(storage: ReadView, window: Window, *, values: bool) -> pa.Table:
+    """Return the relation `annotations`: all values that rows in a window were given, newest or not.
+
+    Args:
+        storage: The storage.
+        window: The readable ids.
+        values: Whether to read the values; otherwise they are NULL.
+    """
+    import pyarrow as pa
+
+    from expstore.sql.views import ANNOTATIONS
+
+    annotations, batches = storage.state.annotations, list[pa.Table]()
+    if annotations is None:
+        return ANNOTATIONS.empty_table()
+    for at, head, places in annotations.valid_records(storage.require_schema()):
+        here = window.holds(head.ids)
+        rows = int(np.count_nonzero(here))
+        for place in places if rows else ():
+            field = head.fields[place]
+            found: Any = pa.nulls(rows, ANNOTATIONS.field("value").type)
+            if values:
+                ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(field.items[here])])
+                part = annotations.read_part(at, head, place, here)
+                found = pa.LargeListArray.from_arrays(ends, part.values.astype(np.float64))
+            columns = [
+                head.ids[here],
+                pa.repeat(key_name(field.key), rows),
+                found,
+                pa.nulls(rows, pa.string()) if head.by is None else pa.repeat(head.by, rows),
+                pa.repeat(pa.scalar(head.time, pa.timestamp("us")), rows),
+                np.full(rows, head.number),
+            ]
+            batches.append(pa.table(columns, schema=ANNOTATIONS))
+    return pa.concat_tables(batches) if batches else ANNOTATIONS.empty_table()
 
 
 class _Scattered:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
@@ -25,7 +26,7 @@ from expstore.episodes.log import LogColumns, LogEntry
 from expstore.episodes.segmentation import OPEN
 from expstore.episodes.table import Changes
 from expstore.errors import ArgumentError, CorruptionError, ExpStoreError, StateError
-from expstore.sql.row_source import relations_of
+from expstore.sql.row_source import read_annotations, relations_of
 from expstore.storages.batch import now_us
 from expstore.storages.episode_lookup import unknown_episode
 from expstore.storages.read_view import ReadView, read_stable
@@ -121,7 +122,8 @@ class Catalog:
 
         def answer() -> Result:
             relations = relations_of(storage, window, sql)
-            return index.query(sql, params, replace(relations, groups=groups), read)
+            notes = partial(read_annotations, storage, window)
+            return index.query(sql, params, replace(relations, groups=groups, annotations=notes), read)
 
         while True:
             # If rows were overwritten during the query, run it again while holding the writer's lock. A

@@ -53,6 +53,17 @@ DRAWS = pa.schema(
         "time": pa.timestamp("us"),
     }
 )
+#: The relation `annotations`.
+ANNOTATIONS = pa.schema(
+    {
+        "id": pa.int64(),
+        "field": pa.string(),
+        "value": pa.large_list(pa.float64()),
+        "by": pa.string(),
+        "at": pa.timestamp("us"),
+        "number": pa.int64(),
+    }
+)
 #: The relation `groups`.
 GROUPS = pa.schema(
     {
@@ -72,6 +83,8 @@ GROUPS = pa.schema(
         "end_time": pa.timestamp("us"),
     }
 )
+#: Text of statements that may read the values in `annotations`, in lower case.
+_MAY_READ_VALUES = re.compile(r"value|(?<!count\()\*|^\s*from|\(\s*from|columns|u&")
 _HALF = {"float16", "bfloat16"}
 #: Text of statements that may read rows, in lower case: it contains a relation's name, something that can
 #: spell a name in another way, or something that lists relations. Creating the views takes up to 2 ms. If
@@ -155,6 +168,7 @@ class Relations:
             column. None: every column with such a name is a row column.
         draws: Reads the relation `draws`; None: it has no rows.
         groups: The relation `groups`; None: it has no rows.
+        annotations: Reads the relation `annotations`, with its values or not; None: it has no rows.
     """
 
     columns: Sequence[Column] = ()
@@ -165,6 +179,7 @@ class Relations:
     recent: int = 0
     draws: Callable[[], pa.Table] | None = None
     groups: pa.Table | None = None
+    annotations: Callable[..., pa.Table] | None = None
 
     def attach(self, cursor: duckdb.DuckDBPyConnection, sql: str) -> list[ExpStoreError]:
         """Create the views that `sql` needs, on this cursor only; they last until it is closed.
@@ -182,6 +197,11 @@ class Relations:
             cursor.register("draws", DRAWS.empty_table() if self.draws is None else self.draws())
         if "groups" in text:
             cursor.register("groups", GROUPS.empty_table() if self.groups is None else self.groups)
+        if "annotations" in text:
+            found = ANNOTATIONS.empty_table()
+            if self.annotations is not None:
+                found = self.annotations(values=bool(_MAY_READ_VALUES.search(text)))
+            cursor.register("annotations", found)
         refused: list[ExpStoreError] = []
         if MAY_READ_ROWS.search(text):
             visible = self._show(cursor, sql, refused)
@@ -235,7 +255,7 @@ class Relations:
         half = {
             item.name: item.column.dtype
             for item in stored
-            if item.column.dtype in _HALF and item.name in {*data, *packed}
+            if item.column.dtype in _HALF and item.loose is None and item.name in {*data, *packed}
         }
         if half or lost or texts or packed:
             # Imported here, because it loads pyarrow.dataset, and with it pandas: 0.2 s.
@@ -321,7 +341,7 @@ class _Item:
         """Return the SQL expression for the column."""
         if not self.stored:
             return f"[]::{self.kind}[]"
-        if self.column.dtype == "bool":
+        if self.column.dtype == "bool" and self.loose is None:
             return f"{self.name}::{self.kind}" + "".join(f"[{size}]" for size in reversed(self.shape))
         return self.name
 

@@ -33,7 +33,7 @@ from expstore.errors import ArgumentError, NotFoundError, SchemaError, StateErro
 from expstore.schema.field_roles import Keys
 from expstore.schema.row_fields import ROW_BYTES, priority_place
 from expstore.schema.row_selection import pick
-from expstore.schema.schema import Schema
+from expstore.schema.schema import Schema, build_annotated_error
 from expstore.storages.batch import Rows, now_us
 from expstore.storages.capabilities import FieldChanges, Retention, RowAppending
 from expstore.storages.columns.priorities import check_priorities
@@ -217,6 +217,9 @@ class Storage(ReadView):
                 return
             if not self._state.stored.holds(ids).all():
                 raise NotFoundError("cannot change rows that are no longer in the store")
+            fields = [self.require_schema().fields[place] for place in places]
+            if annotated := [entry for entry in fields if entry.annotated]:
+                raise build_annotated_error(annotated)
             self._change(ids, places, columns, replaces=False)
 
     def replace(self, ids: IntArray, columns: Sequence[Array]) -> None:

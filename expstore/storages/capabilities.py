@@ -13,6 +13,7 @@ from expstore.core.id_set import IdSet
 from expstore.core.retention_policy import Retain
 from expstore.core.values import Array, IntArray, Key
 from expstore.episodes.segmentation import Run
+from expstore.storages.format.annotation_log import Part
 from expstore.storages.new_field import NewField
 
 
@@ -33,6 +34,20 @@ class FieldChanges(Protocol):
             SchemaError: Rows cannot have such a field.
             StateError: The storage cannot be written, or its content was replaced meanwhile.
             StorageError: The disk failed; nothing was changed.
+        """
+
+    def annotate(self, by: str | None, ids: IntArray, parts: Sequence[Part]) -> None:
+        """Add values of annotated fields to rows.
+
+        Args:
+            by: Who adds them; None: unknown.
+            ids: Ids of the rows; if an id occurs twice, its last value is the newest. Shape `(n,)`.
+            parts: The values, which fit the fields.
+
+        Raises:
+            NoRowError: Rows are not in the store.
+            StateError: The storage cannot be written, or has no annotated fields.
+            StorageError: The disk failed. Whatever is raised, nothing was added.
         """
 
     def drop(self, key: Key, specs: str) -> None:

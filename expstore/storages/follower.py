@@ -380,6 +380,8 @@ class FollowerStorage(ReadView):
             self.counters.recovered = None
         if source.columns is not None:
             self.priorities.show(_priorities(source.columns, source.overlay, self._slots_of(last)))
+        annotations = None if source.columns is None else source.columns.annotations
+        self._adopt(dataclasses.replace(self._state, annotations=annotations))
         self._known = last
         former, self._source = self._source, source
         former.close()

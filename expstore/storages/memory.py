@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -24,19 +25,25 @@ from expstore.schema.field_roles import Keys
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.row_traits import RowTraits
 from expstore.schema.schema import Field, Schema
-from expstore.storages.batch import Rows
+from expstore.storages.batch import Rows, now_us
+from expstore.storages.columns.annotated import AnnotatedCells, AnnotationCapture, MemoryAnnotations
+from expstore.storages.columns.capture import Capture
 from expstore.storages.columns.flat import WIDE_ROW
 from expstore.storages.columns.prefetching import RowPrefetcher
 from expstore.storages.columns.sample_counts import Sampled
 from expstore.storages.description import Description
 from expstore.storages.engine.backfill import Filler, check_droppable, places_without
-from expstore.storages.new_field import NewField, check_new_field
+from expstore.storages.format.annotation_log import Part
+from expstore.storages.new_field import NewField, check_new_field, check_present
 from expstore.storages.row_state import EpisodeList, RowState
 from expstore.storages.snapshots.portable_storage import PortableStorage
 from expstore.storages.snapshots.restore import Arrival, ContentAccess, ContentLike
 
 if TYPE_CHECKING:
     from expstore.storages.columns.object_cells import Cells
+
+#: One column: an array, or an object with its methods.
+_Values: TypeAlias = "Array | Cells | AnnotatedCells"
 
 
 class MemoryStorage(PortableStorage):
@@ -72,7 +79,7 @@ class MemoryStorage(PortableStorage):
     ) -> None:
         refuse_keywords(type(self).__name__, unknown, ("capacity", "seed", "ndim", "flatten"), ON_DISK)
         super().__init__(capacity, ndim=ndim, seed=seed, flatten=flatten)
-        self._columns: list[Array | Cells] = []
+        self._columns: list[_Values] = []
         self._recycled: defaultdict[int, Recycled] = defaultdict(Recycled)
         self._prefetcher = RowPrefetcher()
 
@@ -109,6 +116,9 @@ class MemoryStorage(PortableStorage):
                 check_new_field(self, new_field.entry)
                 known = self.require_schema()
                 schema = known.grow(new_field.entry, new_field.default)
+                if new_field.entry.annotated:
+                    self._add_annotated(schema, new_field)
+                    return
                 column = _Column(
                     self,
                     np.zeros((len(self._columns[0]), *new_field.entry.shape), new_field.entry.numpy_dtype),
@@ -126,6 +136,28 @@ class MemoryStorage(PortableStorage):
                     schema, new_field.specs, [*self._columns[:place], column.rows, *self._columns[place:]]
                 )
 
+    def _add_annotated(self, schema: Schema, new_field: NewField) -> None:
+        if self._state.annotations is None:
+            self._state.annotations = MemoryAnnotations(self.geometry.slots)
+        self._annotate_rows(None, np.empty(0, np.int64), (), new_field.entry.key)
+        for ids, part in new_field.annotations:
+            self._annotate_rows(None, ids, [part])
+        column = AnnotatedCells(new_field.entry, self._state.annotations, Path())
+        place = len(schema.fields) - 1
+        self._reshape(schema, new_field.specs, [*self._columns[:place], column, *self._columns[place:]])
+
+    def _annotate_rows(
+        self, by: str | None, ids: IntArray, parts: Sequence[Part], declared: Key | None = None
+    ) -> None:
+        with self.lock:
+            self.writer()
+            check_present(self, ids)
+            annotations = self._state.annotations
+            assert annotations is not None, "there is an annotated field"
+            annotations.last = self.last
+            with self._note_changes(self.geometry.slot_of(ids)):
+                annotations.add(now_us(), by, ids, parts, declared)()
+
     def _drop_field(self, key: Key, specs: str) -> None:
         with self.locks.reshaping.act(), self.lock:
             self.writer()
@@ -134,7 +166,7 @@ class MemoryStorage(PortableStorage):
             rest = places_without(len(self._columns), place)
             self._reshape(schema, specs, [self._columns[number] for number in rest])
 
-    def _reshape(self, schema: Schema, specs: str, columns: list[Array | Cells]) -> None:
+    def _reshape(self, schema: Schema, specs: str, columns: list[_Values]) -> None:
         with self.epochs.note_field_change():
             self._columns = columns
             # The fields that mark trajectories, ends and rewards stay the same.
@@ -144,6 +176,8 @@ class MemoryStorage(PortableStorage):
     def _append(self, rows: Rows) -> None:
         skipped = self._reserve(rows)
         self._put(rows, skipped)
+        if self._state.annotations is not None:
+            self._state.annotations.last = rows.last_id
         runs = self.geometry.runs(rows.first_id + skipped, rows.count - skipped)
         self.priorities.start(runs, self.geometry.slots)
         self._commit(rows)
@@ -176,7 +210,8 @@ class MemoryStorage(PortableStorage):
             self.snapshot_pin.wait()
             arrival = Arrival.of(content, self)
             manifest = arrival.manifest
-            columns, priorities, table = self._arrange(arrival)
+            annotations = self._arrange_annotations(arrival)
+            columns, priorities, table = self._arrange(arrival, annotations)
             sampled = self._arrange_sampled(arrival)
             moves = self.schema is not None and not self.schema.same(manifest.schema)
             position = self._next_position()
@@ -202,11 +237,24 @@ class MemoryStorage(PortableStorage):
                         draws=draws,
                         content=position,
                         index_floor=position,
+                        annotations=annotations,
                     )
                 )
                 self.epochs.note_content()
 
-    def _arrange(self, arrival: Arrival) -> tuple[list[Array | Cells], Array, EpisodeTable]:
+    def _arrange_annotations(self, arrival: Arrival) -> MemoryAnnotations | None:
+        """Return the annotations of a snapshot's rows; None if no field is annotated."""
+        schema = arrival.manifest.schema
+        if schema is None or not schema.annotated:
+            return None
+        annotations = MemoryAnnotations(arrival.manifest.slots)
+        arrival.copy_annotations(annotations)
+        annotations.last = arrival.last
+        return annotations
+
+    def _arrange(
+        self, arrival: Arrival, annotations: MemoryAnnotations | None
+    ) -> tuple[list[_Values], Array, EpisodeTable]:
         """Return the columns, the priorities and the episodes of a snapshot in the form used here."""
         manifest, table = arrival.manifest, EpisodeTable(session=self.episodes.session.id)
         table.load_base(arrival.base(self._state.content)["episodes"])
@@ -214,7 +262,7 @@ class MemoryStorage(PortableStorage):
             return [], np.ones(0, np.float32), table
         size = manifest.slots or max(4096, 2 * arrival.last)
         fields = (*manifest.schema.fields, *ROW_FIELDS)
-        columns = [_empty(entry, size) for entry in fields[:-1]]
+        columns = [_empty(entry, size, annotations) for entry in fields[:-1]]
         priorities = np.ones(size, np.float32)
         found: list[list[Array]] = [[], []]
         for first, arrays in arrival.runs():
@@ -285,7 +333,9 @@ class MemoryStorage(PortableStorage):
         self._note_closed()
 
 
-def _empty(entry: Field, size: int) -> Array | Cells:
+def _empty(entry: Field, size: int, annotations: MemoryAnnotations | None = None) -> _Values:
+    if entry.annotated and annotations is not None:
+        return AnnotatedCells(entry, annotations, Path())
     if entry.variable:
         from expstore.storages.columns.object_cells import Cells
 
@@ -293,20 +343,20 @@ def _empty(entry: Field, size: int) -> Array | Cells:
     return np.zeros((size, *entry.shape), entry.numpy_dtype)
 
 
-def _grow(column: Array | Cells, size: int) -> Array | Cells:
+def _grow(column: _Values, size: int) -> _Values:
     if not isinstance(column, np.ndarray):
         return column.grow(size)
     return np.concatenate([column, np.zeros((size - len(column), *column.shape[1:]), column.dtype)])
 
 
-def _put(column: Array | Cells, slots: IntArray, values: Any) -> None:
+def _put(column: _Values, slots: IntArray, values: Any) -> None:
     if isinstance(column, np.ndarray):
         column[slots] = values
     else:
         column.put(slots, values)
 
 
-def _part(column: Array | Cells, slot: int, count: int) -> Any:
+def _part(column: _Values, slot: int, count: int) -> Any:
     return column[slot : slot + count] if isinstance(column, np.ndarray) else column.part(slot, count)
 
 
@@ -326,6 +376,10 @@ class _Fields:
         """Add a field, completely or not at all."""
         self._storage._add_field(new_field)
 
+    def annotate(self, by: str | None, ids: IntArray, parts: Sequence[Part]) -> None:
+        """Add values of annotated fields to rows."""
+        self._storage._annotate_rows(by, ids, parts)
+
     def drop(self, key: Key, specs: str) -> None:
         """Drop a field, completely or not at all."""
         self._storage._drop_field(key, specs)
@@ -336,6 +390,12 @@ class _Snapshots(ContentAccess):
 
     __slots__ = ()
     _storage: MemoryStorage
+
+    def captures(self, low: int) -> list[Capture]:
+        """Capture the annotated fields."""
+        columns, annotations = self._storage._columns, self._storage.state.annotations
+        annotated = {n: one for n, one in enumerate(columns) if isinstance(one, AnnotatedCells)}
+        return [] if annotations is None or not annotated else [AnnotationCapture(annotations, annotated)]
 
     def adopt(self, content: ContentLike) -> None:
         """Replace the content."""

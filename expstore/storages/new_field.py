@@ -6,13 +6,14 @@ Used by storages and `expstore.storages.engine.backfill`. It computes and writes
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from expstore.core.values import Array, IntArray, key_name
-from expstore.errors import SchemaError, StateError
+from expstore.errors import NoRowError, SchemaError, StateError
 from expstore.schema.schema import DTYPES, OBJECT, Field
+from expstore.storages.format.annotation_log import Part
 from expstore.storages.read_view import keys_for
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class NewField:
         rows: The most rows that are passed to `compute` at a time.
         specs: The specs of all fields including this one, as `expstore.schema.spec_text` writes them.
         progress: Called with the progress.
+        annotations: Of an annotated field, which has no other values: ids of existing rows, and their values.
     """
 
     entry: Field
@@ -46,6 +48,7 @@ class NewField:
     rows: int = 4096
     specs: str = ""
     progress: Progress | None = None
+    annotations: Iterable[tuple[IntArray, Part]] = ()
 
 
 def check_new_field(storage: ReadView, entry: Field) -> None:
@@ -61,7 +64,9 @@ def check_new_field(storage: ReadView, entry: Field) -> None:
         raise StateError(f"a {type(storage).__name__} stores rows as objects, which have no fields")
     if entry.key in schema:
         raise SchemaError(f"there is a field {name!r} already: {schema[entry.key]}", hint="drop it first")
-    if entry.dtype not in DTYPES or entry.dtype == OBJECT:
+    if storage.ranking is not None and entry.annotated:
+        raise build_ranked_error(entry)
+    if entry.dtype == OBJECT or not (entry.annotated or entry.dtype in DTYPES):
         raise SchemaError(
             f"field {name!r} has dtype {entry.dtype}, but an added field must have a fixed size",
             hint="use a fixed-size dtype",
@@ -82,6 +87,26 @@ def check_new_field(storage: ReadView, entry: Field) -> None:
             f"field {name!r} would mark trajectories, ends or rewards, which existing rows lack",
             hint="use another name",
         )
+
+
+def check_present(storage: ReadView, ids: IntArray) -> None:
+    """Raise NoRowError if there is no row with one of these ids. Shape `(n,)`."""
+    gone = ids[~storage.stored.holds(ids)]
+    if gone.size:
+        named = ", ".join(map(str, gone[:5].tolist())) + (", ..." if gone.size > 5 else "")
+        raise NoRowError(
+            f"{gone.size} of {ids.size} rows are not in the store: {named}",
+            hint="leave out the ids of rows that were removed",
+        )
+
+
+def build_ranked_error(entry: Field) -> StateError:
+    """Return the error for an annotated field in a store that keeps the best rows."""
+    return StateError(
+        f"field {key_name(entry.key)!r} is annotated, and a store that keeps the best rows replaces rows by "
+        "others, which would get the values of the former rows",
+        hint="use a writer that keeps the newest rows",
+    )
 
 
 def inner_dims(form: str) -> tuple[int, ...] | None:

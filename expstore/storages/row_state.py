@@ -18,6 +18,7 @@ from expstore.episodes.log import LogEntry
 from expstore.episodes.sessions import End, Resume
 from expstore.episodes.table import EpisodeTable
 from expstore.storages.batch import Rows
+from expstore.storages.columns.annotated import Annotations
 from expstore.storages.columns.priorities import Priorities
 from expstore.storages.columns.sample_counts import Sampled
 
@@ -121,6 +122,7 @@ class RowState:
         draws: The state of the draws. An opening after an interruption keeps the object.
         content: Position of the newest record that concerns rows: generation and LSN.
         index_floor: A SQL index that is older than this position must be rebuilt.
+        annotations: The values of annotated fields; None: no field is annotated.
     """
 
     stored: Window = field(default_factory=lambda: Window(0, 0))
@@ -135,6 +137,7 @@ class RowState:
     draws: DrawState = field(default_factory=DrawState)
     content: tuple[int, int] = (0, 0)
     index_floor: tuple[int, int] = (0, 0)
+    annotations: Annotations | None = None
 
     @property
     def last(self) -> int:

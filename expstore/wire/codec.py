@@ -15,7 +15,7 @@ import json
 import math
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -101,7 +101,8 @@ def _schema_of(batch: Batch, known: Schema | None) -> Schema:
         [batch.arrays[place] for place in rest], batch.count,
     )  # fmt: skip
     found = {entry.key: entry for entry in Schema.infer(others.signature()).fields} if rest else {}
-    return Schema([found.get(key) or known[key] for key in batch.keys])
+    # Values that are sent are values of a row, also of annotated fields.
+    return Schema([found.get(key) or replace(known[key], annotated=False, like=()) for key in batch.keys])
 
 
 class Codec:
@@ -132,7 +133,7 @@ class Codec:
         fields = [
             entry
             for entry, name in zip(schema.fields, self.names, strict=True)
-            if name in given or schema.late.get(entry.key) is None
+            if name in given or not (entry.annotated or schema.late.get(entry.key) is not None)
         ]
         return self if len(fields) == len(schema.fields) else Codec(Schema(fields))
 

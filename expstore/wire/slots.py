@@ -347,6 +347,7 @@ class BatchReader:
             not self._dims
             and self._form == schema.form
             and tuple(self._keys) == schema.keys
+            and not schema.annotated
             and self._dtypes == _dtypes_of(schema)
             and self._shapes == [entry.shape for entry in schema.fields if not entry.variable]
         )

@@ -27,8 +27,8 @@ README = (ROOT / "README.md").read_text()
 SERVER = "http://trainer:8420"
 #: Pages whose blocks run here. Before them only the first example of the front page, if they name it.
 PAGES = (
-    "collecting", "episodes", "exchange", "fields", "groups", "gymnasium", "images", "look", "processes",
-    "sampling", "server", "sql", "stable_baselines3", "torchrl",
+    "annotations", "collecting", "episodes", "exchange", "fields", "groups", "gymnasium", "images", "look",
+    "processes", "sampling", "server", "sql", "stable_baselines3", "torchrl",
 )  # fmt: skip
 #: Pages with tests of their own, pages that test_site.py runs, and pages without blocks.
 OTHERS = (

@@ -21,6 +21,7 @@ from expstore.core.values import Array, IntArray
 from expstore.disk.checkpointed import Checkpoint, Checkpointed, Dirty
 from expstore.disk.files import Disk, File
 from expstore.errors import CorruptionError
+from expstore.storages.columns.annotated import AnnotatedColumn
 from expstore.storages.columns.column_set import ColumnSet
 from expstore.storages.columns.flat import PIECE_BYTES, FlatColumn
 from expstore.storages.format.zarr_metadata import CHUNK_ROWS
@@ -306,7 +307,7 @@ class Checksums(Checkpointed):
             seal_entry(entry, generation=generation, sequence=0)
         self._write(todo)
 
-    def rearrange(self, places: Sequence[int], new: FlatColumn | None = None) -> bytes:
+    def rearrange(self, places: Sequence[int], new: FlatColumn | AnnotatedColumn | None = None) -> bytes:
         """Return a whole file for other columns. Sums and stamps are kept; only `new` is read.
 
         Args:

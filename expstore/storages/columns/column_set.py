@@ -20,6 +20,7 @@ from expstore.disk.filesystem import fills_holes
 from expstore.errors import StorageError
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import Field
+from expstore.storages.columns.annotated import AnnotatedColumn, AnnotationReader, Annotations
 from expstore.storages.columns.cold_rows import SLOW_COPY, ColdRows
 from expstore.storages.columns.column import (
     AppendedPart,
@@ -57,7 +58,11 @@ class ColumnSet:
         flat: The flat columns, by position.
         packed: The packed columns, by position.
         variable: The variable-length fields: one object for all of them, or none.
+        annotated: The annotated fields, by position.
     """
+
+    #: The values of annotated fields; None: no field is annotated.
+    annotations: Annotations | None = None
 
     def __init__(
         self,
@@ -68,21 +73,25 @@ class ColumnSet:
         flat: Mapping[int, FlatColumn],
         packed: Mapping[int, PackedRows],
         variable: Sequence[SegmentFields],
+        annotated: Mapping[int, AnnotatedColumn],
     ) -> None:
         self._disk, self.folder, self.slots = disk, folder, slots
-        self._arrange(flat, packed, variable)
+        self._arrange(flat, packed, variable, annotated)
 
     def _arrange(
         self,
         flat: Mapping[int, FlatColumn],
         packed: Mapping[int, PackedRows],
         variable: Sequence[SegmentFields],
+        annotated: Mapping[int, AnnotatedColumn],
     ) -> None:
         #: The columns whose rows have fixed places in files, and the packed columns, by position.
         self.flat, self.packed = flat, packed
         self._variable = variable
+        #: The annotated columns, by position: what is written to rows has no bytes of them.
+        self.annotated = annotated
         arrays: dict[int, FlatColumn | PackedRows] = {**flat, **packed}
-        columns: dict[int, Column] = {**arrays}
+        columns: dict[int, Column] = {**arrays, **annotated}
         for fields in variable:
             columns |= fields.columns(self.folder)
         #: All columns, by position.
@@ -98,7 +107,7 @@ class ColumnSet:
         #: All objects with files, in the order in which rows are summed.
         self.parts: list[Part] = [*self.arrays, *self.shared]
         #: Positions of the columns whose rows cannot be viewed.
-        self.unviewed_places = frozenset((*packed, *self.variable_places))
+        self.unviewed_places = frozenset((*packed, *self.variable_places, *annotated))
         self.row_bytes = sum(column.row_bytes for column in self.columns)
         self._appended: list[AppendedPart] = [*packed.values(), *self.shared]
         #: The packed columns that store rows in another column.
@@ -197,6 +206,11 @@ class ColumnSet:
         for column in self.flat.values():
             column.wide_row = column.row_bytes + 1
 
+    def note_last(self, last: int) -> None:
+        """Record the newest id: a slot means its newest id that is not above it."""
+        if self.annotations is not None:
+            self.annotations.last = last
+
     def require(self, pieces: Iterable[tuple[int, int, int]]) -> None:
         """Raise CorruptionError if these slots have no place in a shard."""
         for slot, _, n in pieces:
@@ -231,6 +245,8 @@ class ColumnSet:
         """Close all files."""
         for part in self.parts:
             part.close()
+        if self.annotations is not None:
+            self.annotations.close()
 
 
 class ReadColumns(ColumnSet):
@@ -250,6 +266,7 @@ class ReadColumns(ColumnSet):
 
     packed: Mapping[int, PackedReader]
     shared: Sequence[SegmentReader]
+    annotations: AnnotationReader | None
 
     def __init__(
         self,
@@ -265,7 +282,13 @@ class ReadColumns(ColumnSet):
         flat: dict[int, FlatColumn] = {}
         packed: dict[int, PackedReader] = {}
         loose: dict[int, Field] = {}
+        annotated: dict[int, AnnotatedColumn] = {}
+        if any(entry.annotated for entry in fields):
+            self.annotations = AnnotationReader(disk, folder.parent, slots)
         for place, entry in enumerate(fields):
+            if entry.annotated and self.annotations is not None:
+                annotated[place] = AnnotatedColumn(entry, self.annotations, folder.joinpath(*entry.key))
+                continue
             if entry.variable:
                 loose[place] = entry
                 continue
@@ -288,7 +311,9 @@ class ReadColumns(ColumnSet):
             where = folder.parent / SEGMENTS
             reader = SegmentReader(disk, where, [*loose.values()], slots, compression=compression)
             variable.append(SegmentFields(reader, tuple(loose)))
-        super().__init__(disk, folder, slots, flat=flat, packed=packed, variable=variable)
+        super().__init__(
+            disk, folder, slots, flat=flat, packed=packed, variable=variable, annotated=annotated
+        )
         self._followed: list[FollowedPart] = [*self.shared, *packed.values()]
         self._looked: list[ReadPart] = [*self._followed, *flat.values()]
 
@@ -301,7 +326,8 @@ class ReadColumns(ColumnSet):
         for segments in self.shared:
             if segments.lacks(run.first_id, run.count):
                 segments.lay(run.first_id, run.variable)
-        return [place for place in range(len(run.values)) if place not in self.variable_places]
+        others = {*self.variable_places, *self.annotated}
+        return [place for place in range(len(run.values)) if place not in others]
 
     def look(self, slots: int, *, due: bool = True) -> None:
         """Open the files of slots 0 to `slots` - 1 for reading only; note which are damaged."""
@@ -318,8 +344,10 @@ class ReadColumns(ColumnSet):
         """Find the rows up to this id in the appended parts, after those known so far."""
         for part in self._followed:
             part.look_to(last)
+        self.note_last(last)
 
     def end_at(self, last: int) -> None:
         """End the appended parts at this id. Called when there is no writer any more."""
         for part in self._followed:
             part.end_at(last)
+        self.note_last(last)

@@ -24,6 +24,7 @@ from expstore.disk.files import Disk, File
 from expstore.disk.filesystem import fills_holes
 from expstore.disk.threads import Threads, finish
 from expstore.schema.schema import Field
+from expstore.storages.columns.annotated import AnnotatedColumn, AnnotationCapture, AnnotationLog
 from expstore.storages.columns.capture import Capture
 from expstore.storages.columns.column import Appender, Deleted, RowWriter, Run, WrittenPart, add_batches
 from expstore.storages.columns.column_set import ColumnSet
@@ -68,6 +69,7 @@ class WritableColumns(ColumnSet, Checkpointed):
 
     shared: Sequence[SegmentWriter]
     packed: Mapping[int, PackedColumn]
+    annotations: AnnotationLog | None
 
     def __init__(
         self,
@@ -91,9 +93,14 @@ class WritableColumns(ColumnSet, Checkpointed):
         flat: dict[int, FlatColumn] = {}
         packed: dict[int, PackedColumn] = {}
         loose: dict[int, Field] = {}
+        annotated: dict[int, AnnotatedColumn] = {}
+        if any(entry.annotated for entry in fields):
+            self.annotations = AnnotationLog(disk, folder.parent, slots)
         for place, entry in enumerate(fields):
             array = folder.joinpath(*entry.key)
-            if entry.variable:
+            if entry.annotated and self.annotations is not None:
+                annotated[place] = AnnotatedColumn(entry, self.annotations, array)
+            elif entry.variable:
                 loose[place] = entry
             elif (packing := packings[place] if packings else read_packing(disk, array, entry)) is None:
                 flat[place] = FlatColumn(disk, array, entry, slots, fills=self.fills)
@@ -107,15 +114,18 @@ class WritableColumns(ColumnSet, Checkpointed):
             how: Any = {"compression": compression, "generation": generation}
             segments = SegmentWriter(disk, folder.parent / SEGMENTS, [*loose.values()], slots, **how)
             variable.append(SegmentFields(segments, tuple(loose)))
-        super().__init__(disk, folder, slots, flat=flat, packed=packed, variable=variable)
+        super().__init__(
+            disk, folder, slots, flat=flat, packed=packed, variable=variable, annotated=annotated
+        )
 
     def _arrange(
         self,
         flat: Mapping[int, FlatColumn],
         packed: Mapping[int, PackedRows],
         variable: Sequence[SegmentFields],
+        annotated: Mapping[int, AnnotatedColumn],
     ) -> None:
-        super()._arrange(flat, packed, variable)
+        super()._arrange(flat, packed, variable, annotated)
         reach = None if self.slots is None else self._reach
         self._packers = [PackedAppender(self.packed, self.pairs, reach)] if packed else []
         writer = FlatWriter(self._disk, flat, self.row_bytes, self._threads)
@@ -142,16 +152,15 @@ class WritableColumns(ColumnSet, Checkpointed):
         disk.remove_tree(folder)
         folders: set[Path] = set()
         paths = []
+        kept = [not entry.annotated for entry in fields]
+        packings = [*itertools.compress(packings or [None] * len(fields), kept)]
+        fields = [*itertools.compress(fields, kept)]
         if any(entry.variable for entry in fields):
             segments = folder.parent / SEGMENTS
             disk.remove_tree(segments)
             disk.make_dir(segments)
             folders.add(segments)
-        packings = [
-            packing
-            for entry, packing in zip(fields, packings or [None] * len(fields), strict=True)
-            if not entry.variable
-        ]
+        packings = [packing for entry, packing in zip(fields, packings, strict=True) if not entry.variable]
         fields = [entry for entry in fields if not entry.variable]
         rows = [shard_rows(entry.row_bytes, slots) for entry in fields]
         with (
@@ -200,7 +209,7 @@ class WritableColumns(ColumnSet, Checkpointed):
 
     # -- adding and dropping fields --------------------------------------------------------------
 
-    def with_column(self, place: int, column: FlatColumn) -> WritableColumns:
+    def with_column(self, place: int, column: FlatColumn | AnnotatedColumn) -> WritableColumns:
         """Return a set with one more column; this set must not be written to afterwards.
 
         Args:
@@ -209,16 +218,30 @@ class WritableColumns(ColumnSet, Checkpointed):
         """
         return self._renumber(lambda n: n + (n >= place), {place: column})
 
+    def require_annotations(self) -> AnnotationLog:
+        """Return the values of annotated fields, also if there is no such field yet."""
+        if self.annotations is None:
+            self.annotations = AnnotationLog(self._disk, self.folder.parent, self.slots)
+        return self.annotations
+
     def without(self, place: int) -> WritableColumns:
         """Return a set without a column; this set must not be written to afterwards."""
         return self._renumber(lambda n: None if n == place else n - (n > place), {})
 
-    def _renumber(self, number: Callable[[int], int | None], added: dict[int, FlatColumn]) -> WritableColumns:
+    def _renumber(
+        self, number: Callable[[int], int | None], added: dict[int, FlatColumn | AnnotatedColumn]
+    ) -> WritableColumns:
         twin = copy.copy(self)
-        flat = added | {new: one for n, one in self.flat.items() if (new := number(n)) is not None}
+        flat = {new: one for n, one in self.flat.items() if (new := number(n)) is not None}
         packed = {new: one for n, one in self.packed.items() if (new := number(n)) is not None}
+        annotated = {new: one for n, one in self.annotated.items() if (new := number(n)) is not None}
+        for place, column in added.items():
+            if isinstance(column, AnnotatedColumn):
+                annotated[place] = column
+            else:
+                flat[place] = column
         variable = [fields.renumber(number) for fields in self._variable]
-        twin._arrange(dict(sorted(flat.items())), packed, variable)
+        twin._arrange(dict(sorted(flat.items())), packed, variable, annotated)
         return twin
 
     def close_dropped(self, kept: ColumnSet) -> None:
@@ -278,6 +301,7 @@ class WritableColumns(ColumnSet, Checkpointed):
         """
         for appender in self._appenders:
             appender.settle(last, synced)
+        self.note_last(last)
 
     def rewrite(self, pieces: Iterable[tuple[int, int, int]]) -> None:
         """Write rows again as they read, so that a sync makes them durable for certain; see `settle`."""
@@ -377,7 +401,9 @@ class WritableColumns(ColumnSet, Checkpointed):
         Args:
             low: Rows up to this id need not be kept.
         """
-        captures = [fields.capture(low) for fields in self._variable]
+        captures: list[Capture] = [fields.capture(low) for fields in self._variable]
+        if self.annotations is not None and self.annotated:
+            captures.append(AnnotationCapture(self.annotations, self.annotated))
         return [*captures, *(packer.capture() for packer in self._packers)]
 
     def give_back(self) -> None:
@@ -433,7 +459,7 @@ class WritableColumns(ColumnSet, Checkpointed):
             for writer in self._writers:
                 batches += writer.write(run)
             for place, column in enumerate(columns):
-                if place not in apart:
+                if place not in apart and place not in self.annotated:
                     crc = google_crc32c.extend(crc, column)
             crc = google_crc32c.extend(crc, numbers)
         finally:

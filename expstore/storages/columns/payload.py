@@ -84,7 +84,9 @@ def join_payload(group: ColumnSet, parts: Sequence[bytes], pieces: Sequence[tupl
         variable += segments.unpack(part)
     values: dict[int, Any] = dict(zip(group.variable_places, variable, strict=True))
     for place, (column, part) in enumerate(zip(group.summed, parts, strict=False)):
-        if place not in values:
+        if column.entry.annotated:
+            values[place] = np.empty((count, 0), np.uint8)
+        elif place not in values:
             rows: Array = np.frombuffer(part, column.entry.numpy_dtype)
             values[place] = rows.reshape(count, *column.entry.shape)
     ordered = [values[place] for place in range(len(values))]

@@ -9,26 +9,31 @@ specs, in expstore.json.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from expstore.core.values import Array, IntArray, Key, cut_run
 from expstore.disk.bulk_files import sync_paths
 from expstore.disk.files import File
 from expstore.errors import SchemaError, StateError, StorageError
 from expstore.schema.schema import Field, Schema
+from expstore.storages.batch import now_us
+from expstore.storages.columns.annotated import AnnotatedColumn
 from expstore.storages.columns.checksums import Checksums
 from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.columns.flat import FlatColumn
 from expstore.storages.description import Description
 from expstore.storages.engine.backfill import Filler, check_droppable, places_without
+from expstore.storages.format.annotation_log import Part
 from expstore.storages.format.layout import ColumnLayout, refuse_objects
 from expstore.storages.format.manifest import MANIFEST, Manifest
 from expstore.storages.format.paths import CHECKSUMS, COLUMNS
 from expstore.storages.format.swap import TEMPORARY, Swap, finish_swap
 from expstore.storages.format.zarr_metadata import make_metadata
-from expstore.storages.new_field import NewField, check_new_field
+from expstore.storages.new_field import NewField, build_ranked_error, check_new_field, check_present
 from expstore.storages.row_settings import RowSettings
 
 if TYPE_CHECKING:
@@ -69,6 +74,9 @@ class StoredFields:
                 check_new_field(store, new_field.entry)
                 schema = store.require_schema().grow(new_field.entry, new_field.default)
                 refuse_objects(schema)
+                if new_field.entry.annotated:
+                    self._add_annotated(schema, new_field)
+                    return
                 with health.guard():
                     building = _Building(store, new_field.entry)
             with contextlib.closing(building):
@@ -98,6 +106,59 @@ class StoredFields:
         building.take_place()
         self._finish(manifest, group.with_column(place, column))
 
+    def _add_annotated(self, schema: Schema, new_field: NewField) -> None:
+        entry, place = new_field.entry, len(schema.fields) - 1
+        # First: what a dropped field of this name had is void, and a crash leaves no field with some values.
+        self.annotate(None, np.empty(0, np.int64), (), declared=entry.key)
+        for ids, part in new_field.annotations:
+            self.annotate(None, ids, [part])
+        with self._act_at_once():
+            self._commit_annotated(schema, new_field, entry, place)
+
+    def _commit_annotated(self, schema: Schema, new_field: NewField, entry: Field, place: int) -> None:
+        group = self._columns()
+        folder = (self._store.path / COLUMNS).joinpath(*entry.key)
+        column = AnnotatedColumn(entry, group.require_annotations(), folder)
+        sums = self._checksums().rearrange([*range(place), -1, *range(place, len(group.summed))], column)
+        manifest = self._commit(Swap(replaced=(CHECKSUMS,)), schema, new_field.specs, sums)
+        self._finish(manifest, group.with_column(place, column))
+
+    def annotate(
+        self, by: str | None, ids: IntArray, parts: Sequence[Part], declared: Key | None = None
+    ) -> None:
+        """Add values of annotated fields to rows; see `FieldChanges.annotate`.
+
+        Args:
+            by: Who adds them; None: unknown.
+            ids: Ids of the rows. Shape `(n,)`.
+            parts: The values.
+            declared: A field that is about to be added, whose former values are void; then there are no rows.
+        """
+        store = self._store
+        with store.lock:
+            store.writer()
+            check_present(store, ids)
+            columns = self._columns()
+            log = columns.require_annotations()
+            columns.note_last(store.last)
+            size = sum(part.values.nbytes for part in parts)
+            store.space.check_bytes(size, max(1, ids.size), -(-size // max(1, ids.size)))
+            store.health.check_in_place()
+            with store.health.guard():
+                show = log.add(now_us(), by, ids, parts, declared)
+                if store.checkpoints.durable:
+                    with store.checkpoints.lock:
+                        log.sync()
+            slots = store.geometry.slot_of(ids)
+            store.changes.begin()
+            try:
+                store.shared.begin_change(slots)
+                show()
+                store.shared.end_change()
+            finally:
+                store.changes.end(slots)
+            store.background.note()
+
     def drop(self, key: Key, specs: str) -> None:
         """Drop a field; the change is durable when this returns.
 
@@ -120,7 +181,9 @@ class StoredFields:
             group.check_removable(place)
             with self._act_at_once():
                 kept, summed = group.without(place), places_without(len(group.summed), place)
-                swap = Swap(replaced=(CHECKSUMS,), removed=(_own_folder(key, schema),))
+                is_annotated = group.columns[place].entry.annotated
+                removed = () if is_annotated else (_own_folder(key, schema),)
+                swap = Swap(replaced=(CHECKSUMS,), removed=removed)
                 self._finish(self._commit(swap, schema, specs, sums.rearrange(summed)), kept)
                 group.close_dropped(kept)
 
@@ -216,7 +279,7 @@ def _own_folder(key: Key, others: Schema) -> str:
         key: The field.
         others: The other fields.
     """
-    arrays = [entry.key for entry in others.fields if not entry.variable]
+    arrays = [entry.key for entry in others.written.fields if not entry.variable]
     groups = {other[:n] for other in arrays for n in range(1, len(other))}
     depth = next(n for n in range(1, len(key) + 1) if key[:n] not in groups)
     return "/".join((COLUMNS, *key[:depth]))
@@ -332,6 +395,8 @@ class StoreSettings(RowSettings):
         """Raise an error if better rows cannot replace others in this store."""
         store = self._storage
         columns, schema = store.state.columns, store.schema
+        if schema is not None and schema.annotated:
+            raise build_ranked_error(schema.annotated[0])
         if schema is not None and schema.variable:
             raise _no_ranking_of(schema)
         if columns is not None:

@@ -289,6 +289,7 @@ class Checkpointer:
                 limits=draws.limits,
                 write_count=state.write_count,
                 max_priority=state.priorities.largest,
+                annotated=state.annotated,
             )
             segments, rotated = journal.sync_files(), journal.rotated
             with self._health.noting:  # if this is interrupted, nobody knows any more what is to be synced

@@ -386,6 +386,8 @@ def _compare(path: Path, manifest: Manifest, capacity: int | None, settings: Set
         stored = getattr(manifest, name)
         if name in _REDUCTIONS:
             stored = stored or _REDUCTIONS[name][0]
+        if name == "schema" and manifest.schema is not None:
+            stored = manifest.schema.written
         if value is not None and value != stored:
             if name == "layout":
                 raise StateError(

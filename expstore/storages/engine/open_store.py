@@ -71,6 +71,7 @@ class OpenStore(RowState):
     def replace_columns(self, columns: WritableColumns) -> None:
         """Use other columns; former columns that are among them stay open."""
         self.columns = columns
+        self.annotations = columns.annotations if columns.annotated else None
 
     def replace_checksums(self, checksums: Checksums) -> None:
         """Use the checksums of other columns; the caller closes the former checksums."""
@@ -94,6 +95,8 @@ class OpenStore(RowState):
             opening: Whether the segment is the first one of an opening.
         """
         own = {"opening": opening, "generation": generation, "log_length": self.log.length}
+        if self.annotated:
+            own["annotated"] = self.annotated
         # The number of keys shows an opening whether the file of keys was lost.
         return base_of(self) | own | {"randomness": None, "write_keys": self.write_keys.number}
 
@@ -228,9 +231,17 @@ class OpenStore(RowState):
 
     # -- files -------------------------------------------------------------------------------------
 
+    @property
+    def annotated(self) -> int:
+        """The address after the newest record of annotations; 0 without annotations."""
+        annotations = None if self.columns is None else self.columns.annotations
+        return 0 if annotations is None else annotations.end
+
     def parts(self) -> list[Checkpointed]:
         """Return all parts that a checkpoint syncs."""
-        parts = [part for part in (self.columns, self.checksums, self.sampled) if part is not None]
+        annotations = None if self.columns is None else self.columns.annotations
+        possible = (self.columns, self.checksums, self.sampled, annotations)
+        parts: list[Checkpointed] = [part for part in possible if part is not None]
         return [*parts, self.log, self.write_keys, self.row_changes]
 
     def take_new_folders(self) -> set[Path]:

@@ -188,6 +188,9 @@ class Opening:
             draws = self._former.draws
             if past is not None:
                 log.append(self._recover_rows(past, rows, columns))
+                if columns is not None and columns.annotations is not None:
+                    is_sure = self._same_boot or past.clean
+                    columns.annotations.recover(past.annotated, rows.last, is_sure=is_sure)
                 self._drop_index(past)
                 if columns is not None:
                     self._load_priorities(past, priorities, columns)
@@ -237,6 +240,7 @@ class Opening:
                 memtable=Memtable(self._order, priorities),
                 draws=draws,
                 row_changes=row_changes,
+                annotations=None if columns is None else columns.annotations,
             )
             self._make_durable(past, store)
             if past is not None and not past.clean:

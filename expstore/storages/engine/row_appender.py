@@ -77,6 +77,7 @@ class RowAppender:
         return (
             store.schema is schema
             and not schema.variable
+            and not schema.annotated
             and all(schema[key].row_items == 1 and schema[key].dtype != "bfloat16" for key in named)
             and keys.start is keys.mask is keys.group is None
             and (keys.trajectory is None or rows == 1)

@@ -956,6 +956,8 @@ class _BatchWrite:
         # `require_columns` raises the error if there are none.
         ring, columns = store.geometry, state.columns or state.require_columns()
         skipped = self._skipped = store._reserve(rows)
+        if columns.annotations is not None:
+            columns.annotations.last = rows.last_id
         # The memtable finds rows by their slots, so it cannot hold a batch that needs one slot twice.
         keeps = (
             not skipped

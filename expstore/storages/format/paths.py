@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+#: Values that were added to rows after they were written.
+ANNOTATIONS = "annotations"
 CHECKSUMS = "checksums"
 COLUMNS = "columns"
 INDEX = "index.duckdb"

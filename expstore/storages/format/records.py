@@ -44,10 +44,11 @@ _SHELVED, _SHELVED_BYTES = b"file", 20
 _REPLACED = struct.Struct("<If")
 _DROPPED = 1 << 31
 _MARK = struct.Struct("<QQQQQfI4Q")
-_SET_BACK, _LIMITED = 1, 2
+_SET_BACK, _LIMITED, _ANNOTATED = 1, 2, 4
 #: The largest number that STATE can hold.
 _MOST = 2**63 - 1
 _LIMITS = struct.Struct("<QQ")
+_ADDRESS = struct.Struct("<Q")
 _REDO = struct.Struct("<II")
 _REPLACES = 1 << 31
 
@@ -258,6 +259,7 @@ class Mark:
         progress: The progress of a sampler: four numbers.
         set_back: Whether `draw` is valid even if earlier records have a larger one.
         limits: The counts of a rate limiter, in the form of `DrawState.limits`.
+        annotated: The address up to which the records of annotations are synced; 0 without annotations.
     """
 
     sequence: int
@@ -269,14 +271,17 @@ class Mark:
     progress: tuple[int, ...] = (0, 0, 0, 0)
     set_back: bool = False
     limits: tuple[int, int] = (0, 0)
+    annotated: int = 0
 
     def pack(self) -> bytes:
         """Return the body."""
         numbers = self.sequence, self.last_id, self.log_length, self.draw, self.write_count
         limits = _LIMITS.pack(*self.limits) if self.limits[1] else b""
+        address = _ADDRESS.pack(self.annotated) if self.annotated else b""
         flags = (_SET_BACK if self.set_back else 0) | (_LIMITED if limits else 0)
+        flags |= _ANNOTATED if address else 0
         head = _MARK.pack(*numbers, self.max_priority, flags, *self.progress)
-        return head + limits
+        return head + limits + address
 
     @classmethod
     def unpack(cls, body: bytes) -> Mark:
@@ -285,6 +290,7 @@ class Mark:
         if max(sequence, last_id, log_length, draw, write_count, *progress) > _MOST:
             raise CorruptionError("a checkpoint record has numbers that no store has")
         limits = _LIMITS.unpack_from(body, _MARK.size) if flags & _LIMITED else (0, 0)
+        at = _MARK.size + (_LIMITS.size if flags & _LIMITED else 0)
         return cls(
             sequence=sequence,
             last_id=last_id,
@@ -295,6 +301,7 @@ class Mark:
             progress=tuple(progress),
             set_back=bool(flags & _SET_BACK),
             limits=limits,
+            annotated=_ADDRESS.unpack_from(body, at)[0] if flags & _ANNOTATED else 0,
         )
 
 

@@ -116,6 +116,8 @@ def replay(storage: StoreFolder, *, same_boot: bool) -> Replay:
 def _replay(storage: StoreFolder, past: Past, columns: ReadColumns | None, *, same_boot: bool) -> Replay:
     found = Replay(past, columns, Overlay(), EpisodeTable(generation=past.base["generation"]))
     if columns is not None:
+        if columns.annotations is not None and not (same_boot or past.clean):
+            columns.annotations.covered = past.annotated
         columns.look(_slots_of(storage, past.synced))
     column_set = storage.manifest.column_set
     verify(past, lambda publish: _whole(publish, found, storage, same_boot), column_set)

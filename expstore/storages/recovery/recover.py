@@ -39,6 +39,7 @@ class Past:
         settled: How many of `records` the newest durable checkpoint covers.
         synced: The newest id that the checkpoint covers.
         log_length: How many bytes of episodes.log the checkpoint covers.
+        annotated: The address up to which the checkpoint covers the records of annotations.
         clean: Whether the writer closed the store.
         deleted: Deleted rows, as listed in expstore.json; `verify` adds those that records delete.
         state: The state after the records; `verify` computes it.
@@ -51,6 +52,7 @@ class Past:
     settled: int
     synced: int
     log_length: int
+    annotated: int
     clean: bool
     deleted: IdSet
     state: LogState
@@ -86,6 +88,7 @@ def read_past(records: list[Record], deleted: IdSet) -> Past:
         settled=0,
         synced=base["last"],
         log_length=base["log_length"],
+        annotated=base.get("annotated", 0),
         clean=bool(rest) and rest[-1].kind is Kind.CLOSE,
         deleted=deleted,
         state=LogState.of(records[0]),
@@ -95,7 +98,7 @@ def read_past(records: list[Record], deleted: IdSet) -> Past:
             mark = Mark.unpack(record.body)
             # Records between the last one it covers and the checkpoint record itself are not settled.
             past.settled = sum(r.sequence <= mark.sequence for r in rest[: place + 1])
-            past.log_length, past.synced = mark.log_length, mark.last_id
+            past.log_length, past.synced, past.annotated = mark.log_length, mark.last_id, mark.annotated
     return past
 
 

@@ -20,6 +20,7 @@ from expstore.episodes.fragments import clip
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import Field
 from expstore.storages.base import Storage
+from expstore.storages.columns.annotated import AnnotationCapture
 from expstore.storages.columns.capture import Capture
 from expstore.storages.columns.sample_counts import SAMPLED
 from expstore.storages.format.chunk_encoding import Packing
@@ -74,6 +75,11 @@ class Frozen:
             if place in capture.places:
                 return capture.rows(place, self.stored.low + 1, self.stored.size)
         return self.columns[place]
+
+    @property
+    def annotated(self) -> int:
+        """The address after the newest record of annotations; 0 without annotations."""
+        return max((one.end for one in self.captures if isinstance(one, AnnotationCapture)), default=0)
 
     @property
     def packings(self) -> list[Packing | None]:

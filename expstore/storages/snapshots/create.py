@@ -481,6 +481,8 @@ def _describe(build: _Build, state: Frozen) -> None:
     )
     try:
         extra = {"opening": True, "generation": manifest.generation, "log_length": len(state.log)}
+        if state.annotated:
+            extra["annotated"] = state.annotated
         journal.start_segment(state.base | extra)
         journal.append(Kind.CLOSE, b"{}")
         for file in journal.sync_files():

@@ -6,7 +6,7 @@ current content is not changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from expstore.errors import StateError
 from expstore.schema.ranking import rank_rows
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.storages.base import Storage
+from expstore.storages.columns.annotated import Annotations
 from expstore.storages.columns.checksums import BlockCheck
 from expstore.storages.format.manifest import Manifest
 from expstore.storages.snapshots.capture import base_of, manifest_of
@@ -133,6 +134,11 @@ class _Own:
             return np.zeros(count, np.uint32)
         with self.storage.locks.sampled:
             return np.concatenate(sampled.views(self.storage.geometry.runs(first_id, count)))
+
+    def annotations(self) -> Iterable[tuple[Annotations, Callable[[IntArray], IntArray]]]:
+        """Yield the records of annotations; see `ContentLike`."""
+        found = self.storage.state.annotations
+        return [] if found is None else [(found, lambda ids: ids)]
 
 
 class _Newest(Arrival):

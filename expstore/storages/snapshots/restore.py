@@ -10,8 +10,9 @@ import contextlib
 import dataclasses
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,6 +32,7 @@ from expstore.schema.schema import Schema
 from expstore.schema.spec_text import check_specs
 from expstore.storages.base import Storage
 from expstore.storages.batch import now_us
+from expstore.storages.columns.annotated import Annotations
 from expstore.storages.columns.checksums import BLOCK_ROWS, BlockCheck, Checksums, blocks_of, read_entries
 from expstore.storages.columns.column import Column
 from expstore.storages.columns.column_set import ReadColumns
@@ -40,7 +42,15 @@ from expstore.storages.columns.sample_counts_column import SampledColumn, find_s
 from expstore.storages.format.journal import ALIGN, Journal, Kind, read_journal
 from expstore.storages.format.layout import ColumnLayout, layout_of
 from expstore.storages.format.manifest import MANIFEST, Manifest
-from expstore.storages.format.paths import CHECKSUMS, COLUMNS, JOURNAL, LOG, RENUMBERED, SEGMENTS
+from expstore.storages.format.paths import (
+    ANNOTATIONS,
+    CHECKSUMS,
+    COLUMNS,
+    JOURNAL,
+    LOG,
+    RENUMBERED,
+    SEGMENTS,
+)
 from expstore.storages.format.renumbering import Renumbering
 from expstore.storages.format.swap import TEMPORARY, Swap, is_half_replaced
 from expstore.storages.snapshot_access import SnapshotAccess
@@ -48,7 +58,7 @@ from expstore.storages.snapshots.capture import manifest_of
 from expstore.storages.snapshots.common_rows import CommonRows
 
 #: What belongs to the content of a store, besides expstore.json.
-CONTENT = Swap(replaced=(COLUMNS, SEGMENTS, CHECKSUMS, LOG, JOURNAL, RENUMBERED))
+CONTENT = Swap(replaced=(COLUMNS, SEGMENTS, ANNOTATIONS, CHECKSUMS, LOG, JOURNAL, RENUMBERED))
 #: Settings in expstore.json that a storage keeps when its content is replaced.
 _OWN = (
     *("uuid", "created", "capacity", "ndim", "dims", "layout", "storage", "compression", "keyed"),
@@ -97,6 +107,12 @@ class ContentLike(Protocol):
 
     def counts(self, first_id: int, count: int) -> Array:
         """Copy how often each of a run of rows was sampled. Shape `(count,)`, uint32."""
+
+    def annotations(self) -> Iterable[tuple[Annotations, Callable[[IntArray], IntArray]]]:
+        """Yield records of annotations, each with a function from ids in them to ids of rows.
+
+        The function returns 0 for a row that is not in the content.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +180,11 @@ class Content:
         if self.sampled is None:
             return np.zeros(count, np.uint32)
         return self._parts([self.sampled], first_id, count)[0]
+
+    def annotations(self) -> Iterable[tuple[Annotations, Callable[[IntArray], IntArray]]]:
+        """Yield the records of annotations; see `ContentLike`."""
+        found = None if self.columns is None else self.columns.annotations
+        return [] if found is None else [(found, lambda ids: ids)]
 
     def _parts(self, columns: Sequence[Column], first_id: int, count: int) -> list[Array]:
         pieces = cut_run(first_id, count, self.manifest.slots)
@@ -366,6 +387,18 @@ class Arrival:
         """
         return np.empty((0, 3), np.int64) if self._common is None else self._common.shift(self._ids)
 
+    def copy_annotations(self, log: Annotations) -> None:
+        """Write the annotations of the rows, after `runs`."""
+        for found, locate in self.content.annotations():
+            log.write_copy(found, self.manifest.schema or (), partial(self._rename, locate))
+
+    def _rename(self, locate: Callable[[IntArray], IntArray], named: IntArray) -> IntArray:
+        """Return the ids that rows of the content get, 0 for rows that are left out. Shapes `(n,)`."""
+        ids = locate(named)
+        new = ids + self._ids
+        kept = (new > self.low) & (new <= self.last) & ~self.manifest.deleted.holds(new)
+        return np.where(kept & (ids > 0), new, 0)
+
     @property
     def counted(self) -> bool:
         """Whether the snapshot has sample counts."""
@@ -511,9 +544,9 @@ def _build(disk: Disk, temporary: Path, arrival: Arrival, *, sequence: int, read
     disk.make_dir(temporary)
     written, folders = [temporary / MANIFEST, temporary / LOG], {temporary, temporary / JOURNAL}
     stamp = (manifest.generation, sequence + 1)
-    pool = Threads()
+    pool, annotated = Threads(), 0
     if manifest.schema is not None:
-        paths, more = _build_columns(disk, temporary, arrival, manifest.schema, stamp, ready, pool)
+        paths, more, annotated = _build_columns(disk, temporary, arrival, manifest.schema, stamp, ready, pool)
         written += paths
         folders |= more
     runs = arrival.renumber()
@@ -524,7 +557,7 @@ def _build(disk: Disk, temporary: Path, arrival: Arrival, *, sequence: int, read
     log = b"".join(entry.pack() for entry in arrival.entries())
     disk.put(temporary / LOG, log)
     disk.make_dir(temporary / JOURNAL)
-    written += _build_journal(disk, temporary / JOURNAL, arrival, stamp, len(log))
+    written += _build_journal(disk, temporary / JOURNAL, arrival, stamp, len(log), annotated)
     written.append(CONTENT.save(disk, temporary.parent))
     sync_paths(disk, written, sorted(folders), pool)
 
@@ -537,8 +570,8 @@ def _build_columns(
     stamp: tuple[int, int],
     ready: int,
     pool: Threads,
-) -> tuple[list[Path], set[Path]]:
-    """Write the rows; return the files and folders to be synced."""
+) -> tuple[list[Path], set[Path], int]:
+    """Write the rows; return the files and folders to be synced, and where the annotations end."""
     manifest = arrival.manifest
     fields, slots = (*schema.fields, *ROW_FIELDS), manifest.slots
     attributes = {"expstore": {"capacity": manifest.capacity, "slots": slots}}
@@ -565,13 +598,19 @@ def _build_columns(
             sums.update(blocks, generation=stamp[0], sequence=stamp[1])
         finally:
             sums.close()
+        annotated = 0
+        if group.annotations is not None:
+            arrival.copy_annotations(group.annotations)
+            annotated = group.annotations.end
+            group.new_folders |= {path.parent for path in group.annotations.paths()}
         group.begin_opening()
         group.synced()  # all files are synced below, before a reader can find the shards' names
         for segments in group.shared:
             segments.give_back()
         written = [path for part in group.parts for path in part.paths()]
+        written += [] if group.annotations is None else group.annotations.paths()
         written += _build_sampled(disk, temporary / COLUMNS, arrival, group.ready, pool)
-        return [temporary / CHECKSUMS, *written], group.new_folders
+        return [temporary / CHECKSUMS, *written], group.new_folders, annotated
     finally:
         group.close()
 
@@ -591,7 +630,7 @@ def _build_sampled(disk: Disk, folder: Path, arrival: Arrival, ready: int, pool:
 
 
 def _build_journal(
-    disk: Disk, folder: Path, arrival: Arrival, stamp: tuple[int, int], log_length: int
+    disk: Disk, folder: Path, arrival: Arrival, stamp: tuple[int, int], log_length: int, annotated: int
 ) -> list[Path]:
     """Write a journal with the state and a close record."""
     manifest = arrival.manifest
@@ -605,6 +644,8 @@ def _build_journal(
     )
     try:
         extra = {"opening": True, "generation": manifest.generation, "log_length": log_length}
+        if annotated:
+            extra["annotated"] = annotated
         journal.start_segment(arrival.base(stamp) | extra)
         journal.append(Kind.CLOSE, b"{}")
         return [file.path for file in journal.sync_files()]

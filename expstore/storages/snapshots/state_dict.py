@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from expstore.core.parsing import INVALID
-from expstore.core.values import Array, key_name
+from expstore.core.values import Array, IntArray, key_name
 from expstore.episodes.log import LogEntry, unpack_entries
 from expstore.errors import ArgumentError, CorruptionError, SchemaError, StateError
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import OBJECT, Field
 from expstore.storages.base import Hook, Storage
+from expstore.storages.columns.annotated import Annotations, MemoryAnnotations
 from expstore.storages.columns.sample_counts import SAMPLED
 from expstore.storages.format.manifest import Manifest
 from expstore.storages.snapshots.capture import Frozen, freeze
@@ -69,7 +70,8 @@ def content_of(storage: Storage, hooks: Sequence[Hook] = ()) -> dict[str, Any]:
     Returns:
         `rows`, unless hooks return something else: name -> a tensor of all rows, oldest first (objects: a
         list; variable-length rows: the bytes of an Arrow IPC stream), row fields under `_row.`; `log`: uint8,
-        the content of episodes.log; `manifest` and `base`: JSON.
+        the content of episodes.log; `annotations`, if a field is annotated: uint8, their records;
+        `manifest` and `base`: JSON.
 
     Raises:
         StateError: The storage is closed, or open for reading only.
@@ -78,6 +80,12 @@ def content_of(storage: Storage, hooks: Sequence[Hook] = ()) -> dict[str, Any]:
     with freeze(storage) as state:
         rows: Any = _rows(state)
         found = _describe(state)
+        if (annotations := storage.state.annotations) is not None:
+            import torch
+
+            kept = MemoryAnnotations(None)
+            kept.write_copy(annotations, state.manifest.schema or (), lambda ids: ids)
+            found["annotations"] = torch.from_numpy(np.frombuffer(kept.data, np.uint8).copy())
     for hook in hooks:
         _tell(hook, state)
         rows = hook(rows)
@@ -150,12 +158,14 @@ class Carried:
         base: Its state, as a journal's base record stores it.
         entries: The entries of episodes.log.
         columns: All rows, oldest first: fields, row fields, and counts if there are any.
+        records: The records of annotations; None: they are not known.
     """
 
     manifest: Manifest
     base: dict[str, Any]
     entries: Sequence[LogEntry]
     columns: Sequence[Array]
+    records: bytes | None = None
 
     name = "the state"
 
@@ -189,6 +199,19 @@ class Carried:
         """Copy how often each of a run of rows was sampled. Shape `(count,)`, uint32."""
         start = first_id - self.low - 1
         return self.columns[-1][start : start + count] if self.counted else np.zeros(count, np.uint32)
+
+    def annotations(self) -> Iterable[tuple[Annotations, Callable[[IntArray], IntArray]]]:
+        """Yield the records of annotations; see `restore.ContentLike`.
+
+        Raises:
+            StateError: They are not known: a load hook returned the rows.
+        """
+        if self.records is None:
+            raise StateError(
+                "a load hook passes rows on, and not what they were annotated with",
+                hint="load without hooks, or drop the annotated fields first",
+            )
+        return [(MemoryAnnotations(None, self.records), lambda ids: ids)]
 
 
 def _copy(part: Any) -> Any:
@@ -227,7 +250,8 @@ def read_state(state: Mapping[str, Any], hooks: Sequence[Hook] = ()) -> Carried:
     if key_name(SAMPLED.key) in rows:
         fields = (*fields, SAMPLED)
     columns, entries = _columns(fields, rows), list(unpack_entries(log, "the state's log"))
-    return Carried(manifest, _base(state["base"]), entries, columns)
+    records = np.asarray(state.get("annotations", ()), np.uint8).tobytes()
+    return Carried(manifest, _base(state["base"]), entries, columns, records)
 
 
 def hook_rows(content: ContentLike, hooks: Sequence[Hook]) -> Carried:

@@ -663,7 +663,7 @@ def test_whatever_does_not_only_read_is_refused(index: Index, tmp_path: Path) ->
         ("SELEC 1", 'Parser Error: syntax error at or near "SELEC"', ""),
         ("SELECT 'x'::INT", "Conversion Error: Could not convert string 'x' to INT32", ""),
         ("FROM transition", "there is no relation 'transition'", "did you mean transitions?"),
-        ("FROM sailors", "there is no relation 'sailors'", "the relations are commits, draws,"),
+        ("FROM sailors", "there is no relation 'sailors'", "the relations are annotations, commits,"),
         (
             "SELECT nothing FROM episodes",
             "episodes has no column nothing",
