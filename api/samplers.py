@@ -26,6 +26,7 @@ class _Described(RequestModel):
     """A sampler described in a request."""
 
     kind: str = Field(description="Kind of the sampler.")
+    split: str | None = Field("train", max_length=100, description="Split whose rows are drawn; null: all.")
 
     def describe(self, where: str | None) -> dict[str, Any]:
         """Return the description, for draws from rows that match a condition."""

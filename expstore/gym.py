@@ -42,8 +42,8 @@ __all__ = ["Record", "RecordVector"]
 
 #: Options of the wrappers that are not arguments of `expstore.open`.
 _OPTIONS = {
-    "Record": ("source", "flush_steps", "info", "render"),
-    "RecordVector": ("source", "flush_steps", "info", "render", "autoreset_mode"),
+    "Record": ("source", "split", "flush_steps", "info", "render"),
+    "RecordVector": ("source", "split", "flush_steps", "info", "render", "autoreset_mode"),
 }
 #: The mode in which environments render frames as arrays.
 _FRAMES = "rgb_array"
@@ -72,6 +72,8 @@ class Record(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstructorArgs):
         store: Folder of a store, which is opened here and closed by `close`; or an open buffer of this
             process, which stays open.
         source: Name of the stream of steps; an open episode of the stream is cut.
+        split: The split of the episodes, such as "eval" for an environment that evaluates. Give it a `source`
+            of its own, if the store also records another environment. None for "train".
         flush_steps: Number of steps that are published together.
         info: Names of entries of the infos of steps, which become fields `info.<name>`. They are numbers or
             arrays of a fixed shape, and every step must have them.
@@ -105,6 +107,7 @@ class Record(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstructorArgs):
         store: str | Path | ReplayBuffer,
         *,
         source: str | None = "env",
+        split: str | None = None,
         flush_steps: int = 1,
         info: Sequence[str] = (),
         render: bool = False,
@@ -116,6 +119,7 @@ class Record(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstructorArgs):
             _disable_deepcopy=True,
             store=_path_of(store),
             source=source,
+            split=split,
             flush_steps=flush_steps,
             info=info,
             render=render,
@@ -132,6 +136,7 @@ class Record(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstructorArgs):
             self._fields,
             called="Record",
             source=source,
+            split=split,
             flush_steps=flush_steps,
             autoreset_mode=AutoresetMode.NEXT_STEP if _resets_itself(env) else None,
         )
@@ -243,6 +248,7 @@ class RecordVector(VectorWrapper[Any, Any, Any, Any, Any]):
         store: str | Path | ReplayBuffer,
         *,
         source: str | None = "env",
+        split: str | None = None,
         flush_steps: int = 1,
         info: Sequence[str] = (),
         render: bool = False,
@@ -263,6 +269,7 @@ class RecordVector(VectorWrapper[Any, Any, Any, Any, Any]):
             self._fields,
             called="RecordVector",
             source=source,
+            split=split,
             flush_steps=flush_steps,
             lanes=lanes,
         )
@@ -412,6 +419,7 @@ class _Stream:
         fields: The fields of observations and actions.
         called: Name of the wrapper, for messages.
         source: Name of the stream.
+        split: The split of the episodes.
         flush_steps: Number of steps that are published together.
         lanes: Number of environments; None: a single one.
         autoreset_mode: As `rb.record`.
@@ -425,6 +433,7 @@ class _Stream:
         *,
         called: str,
         source: str | None,
+        split: str | None,
         flush_steps: int,
         lanes: int | None = None,
         autoreset_mode: Any = None,
@@ -437,7 +446,7 @@ class _Stream:
             if not len(self.rb.transform):  # a transform may change what is stored
                 check_spaces(self.rb, (*fields.observation, *fields.action), _path_of(store))
             self._recorder: Recorder = self.rb.record(
-                source, lanes=lanes, flush_steps=flush_steps, autoreset_mode=autoreset_mode
+                source, lanes=lanes, flush_steps=flush_steps, autoreset_mode=autoreset_mode, split=split
             )
         except BaseException:
             if self._owns:

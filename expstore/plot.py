@@ -119,31 +119,33 @@ def returns(
     *,
     where: str | None = None,
     params: Sequence[object] | Mapping[str, object] | None = None,
+    by: Literal["source", "split"] = "source",
     window: int = 20,
     ax: Axes | None = None,
 ) -> Axes:
-    """Plot the returns of the episodes that have ended, by source, with a running mean.
+    """Plot the returns of the episodes that have ended, by source or split, with a running mean.
 
     Args:
         rb: The buffer.
         where: An SQL expression over the columns of `rb.episodes()` that selects episodes; None: all.
         params: Values for `?` (a sequence) or `$name` (a mapping) in the expression.
-        window: Number of episodes of one source in the running mean.
+        by: What has a colour and a mean of its own: "source" or "split".
+        window: Number of episodes of one source or split in the running mean.
         ax: Where to draw; None: a figure of its own, which a notebook shows.
 
     Returns:
-        The Axes: a dot per episode at its id, and a line per source. More than 8 sources share a colour.
+        The Axes: a dot per episode at its id, and a line per source. More than 8 of them share a colour.
 
     Raises:
         QueryError: `where` is not one expression, or DuckDB refuses it.
         StateError: The rows have no reward, so that episodes have no return; or the store is closed.
-        ArgumentError: `window` is less than 1.
+        ArgumentError: `window` is less than 1, or `by` is something else.
 
     Example:
         >>> ax = expstore.plot.returns(rb, where="source = 'worker-0'")
         >>> ax.figure.savefig("returns.png")
     """
-    return _plot_column(rb, "return", "return", where, params, window, ax)
+    return _plot_column(rb, "return", "return", where, params, by, window, ax)
 
 
 def lengths(
@@ -151,10 +153,11 @@ def lengths(
     *,
     where: str | None = None,
     params: Sequence[object] | Mapping[str, object] | None = None,
+    by: Literal["source", "split"] = "source",
     window: int = 20,
     ax: Axes | None = None,
 ) -> Axes:
-    """Plot the lengths of the episodes that have ended, by source, with a running mean.
+    """Plot the lengths of the episodes that have ended, by source or split, with a running mean.
 
     Arguments, result and errors are those of `returns`.
 
@@ -162,13 +165,14 @@ def lengths(
         rb: The buffer.
         where: An SQL expression over the columns of `rb.episodes()` that selects episodes; None: all.
         params: Values for `?` (a sequence) or `$name` (a mapping) in the expression.
-        window: Number of episodes of one source in the running mean.
+        by: What has a colour and a mean of its own: "source" or "split".
+        window: Number of episodes of one source or split in the running mean.
         ax: Where to draw; None: a figure of its own, which a notebook shows.
 
     Example:
         >>> ax = expstore.plot.lengths(rb, window=100)
     """
-    return _plot_column(rb, "length", "steps", where, params, window, ax)
+    return _plot_column(rb, "length", "steps", where, params, by, window, ax)
 
 
 def _plot_column(
@@ -177,6 +181,7 @@ def _plot_column(
     label: str,
     where: str | None,
     params: Sequence[object] | Mapping[str, object] | None,
+    by: str,
     window: int,
     ax: Axes | None,
 ) -> Axes:
@@ -190,9 +195,11 @@ def _plot_column(
     window = check_whole("window", window)
     if window < 1:
         raise ArgumentError(f"window must be at least 1, got {window}")
+    if by not in ("source", "split"):
+        raise ArgumentError(f"by must be 'source' or 'split', got {by!r}")
     table = rb.episodes(where, params=params).arrow()
     ended = np.array(table["status"].to_pylist(), object) != "open"
-    ids, sources = table["episode_id"].to_numpy()[ended], np.array(table["source"].to_pylist(), object)[ended]
+    ids, sources = table["episode_id"].to_numpy()[ended], np.array(table[by].to_pylist(), object)[ended]
     if ids.size and table[column].null_count == len(table):
         raise StateError(
             f"these episodes have no {column}: the rows of the store have no reward",
@@ -208,7 +215,7 @@ def _plot_column(
     named = sorted(largest if len(largest) <= _SOURCES else largest[: _SOURCES - 1], key=_by_number)
     groups = [(cell_text(name), f"C{place}", sources == name) for place, name in enumerate(named)]
     if len(named) < len(names):
-        groups.append((f"{len(names) - len(named)} other sources", "0.5", ~np.isin(sources, named)))
+        groups.append((f"{len(names) - len(named)} other {by}s", "0.5", ~np.isin(sources, named)))
     lines = []
     for _, colour, mine in groups:
         ax.plot(ids[mine], values[mine], ".", color=colour, alpha=0.3, markersize=4)

@@ -24,6 +24,7 @@ COLUMNS = {
     "status": "status",
     "start_time": "epoch_us(start_time)",
     "end_time": "epoch_us(end_time)",
+    "split": "split",
     "trajectory_id": "trajectory_id",
     "live_rows": "live_rows",
 }

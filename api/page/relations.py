@@ -41,6 +41,7 @@ _OTHERS: tuple[tuple[str, str, _Columns], ...] = (
         ("status", "VARCHAR", "`open`, `terminated`, `truncated` or `cut`"),
         ("start_time", "TIMESTAMP", "when its first row was written (UTC)"),
         ("end_time", "TIMESTAMP", "when its last row was written (UTC)"),
+        ("split", "VARCHAR", "its split: `train`, or the name that the writer gave"),
         ("trajectory_id", "BIGINT", "the collector's trajectory id; NULL: it gave none"),
         ("live_rows", "BIGINT", "how many of its rows can still be read"),
         ("info", "JSON", "the facts noted about it; NULL: none"),

@@ -22,10 +22,12 @@ GROUPS = 20
 _NAME = 200
 _FACT = "info."
 #: Nothing, a column, or a fact.
-BY_PATTERN = r"^(none|source|session|status|info\.[\s\S]{1,200})$"
+BY_PATTERN = r"^(none|source|session|split|status|info\.[\s\S]{1,200})$"
 _X = {"episode": "e.episode_id", "time": "epoch_ms(e.end_time)", "rows": "r.last_id"}
 _Y = {"return": 'e."return"', "length": "e.length"}
-_GROUP = {"none": "NULL", "source": "e.source", "session": "s.session", "status": "e.status"}
+_GROUP = {
+    "none": "NULL", "source": "e.source", "session": "s.session", "split": "e.split", "status": "e.status"
+}  # fmt: skip
 
 _QUERY = """
 WITH chosen AS (

@@ -44,6 +44,7 @@ _FACT_BYTES, _FACT_DEPTH = 1 << 16, 32
 #: The options in the metadata of rows, and a check of their values.
 _WISHES: dict[str, Callable[[Any], bool]] = {
     "episode_info": lambda value: isinstance(value, dict),
+    "split": lambda value: isinstance(value, str),
     "update_priority": lambda value: isinstance(value, bool),
     "validate": lambda value: value in ("schema", "domain"),
 }

@@ -36,6 +36,7 @@ const GROUP_CHOICES = [
   ["none", "Nothing"],
   ["source", "Source"],
   ["session", "Session"],
+  ["split", "Split"],
   ["status", "Status"],
 ];
 

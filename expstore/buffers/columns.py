@@ -199,7 +199,9 @@ class Columns:
         fields.drop(key, text)
         self._sampling.drop_prefetched()
 
-    def stats(self, *, fields: list[str | tuple[str, ...]] | None = None) -> dict[str | Key, FieldStats]:
+    def stats(
+        self, *, fields: list[str | tuple[str, ...]] | None = None, split: str | None = "train"
+    ) -> dict[str | Key, FieldStats]:
         """Return count, mean, standard deviation, minimum and maximum of each element of fields.
 
         Every call reads all rows of the fields once. Values are summed in float64; none is skipped. As in
@@ -210,6 +212,7 @@ class Columns:
             fields: A list of names, with tuples for fields inside groups. None: all fields of bools and real
                 numbers with at most 4096 values per row; larger fields, such as images, must be named.
                 Objects, complex numbers and variable-length fields have no statistics.
+            split: The split whose rows count; None for the rows of all splits.
 
         Returns:
             Statistics by name, or by tuple for a field inside a group: `count`, `mean`, `std`, `min` and
@@ -217,7 +220,8 @@ class Columns:
             be missing.
 
         Raises:
-            NotReadyError: The store has no rows.
+            NotReadyError: The store has no rows, or none of the split.
+            ArgumentError: `split` is not the name of a split.
             SchemaError: A named field does not exist, or has no statistics.
             StateError: The store is closed, or its writer overwrites rows faster than they can be read.
 
@@ -230,7 +234,7 @@ class Columns:
         """
         storage = self._store.check_open()
         storage.follow()
-        return read_stable(storage, lambda: compute_stats(storage, fields))
+        return read_stable(storage, lambda: compute_stats(storage, fields, split))
 
 
 def _annotate_all(

@@ -13,6 +13,7 @@ from expstore.core.bfloat16 import widen_bfloat16
 from expstore.core.moments import Moments
 from expstore.core.values import Array, Key, key_name, to_key
 from expstore.errors import ArgumentError, NotReadyError, SchemaError, StateError
+from expstore.samplers.filter import Filter
 from expstore.schema.schema import ARROW, OBJECT, Field, Schema
 from expstore.storages.read_view import ReadView, read_present
 
@@ -53,19 +54,19 @@ class FieldStats:
 
 
 def compute_stats(
-    storage: ReadView, names: list[str | tuple[str, ...]] | None
+    storage: ReadView, names: list[str | tuple[str, ...]] | None, split: str | None
 ) -> dict[str | Key, FieldStats]:
     """Return the statistics of fields; see `Columns.stats`."""
     if names is not None and not isinstance(names, list):
         raise ArgumentError(f"fields= is a list of names, got {names!r}")
     if storage.schema is None or not storage.window.rows:
         raise _no_rows()
-    entries = _choose(storage.schema, names)
+    entries, filter = _choose(storage.schema, names), Filter(None, None, split=split)
     if not entries:
         return {}
     for _ in range(_TRIES):
         content = storage.epochs.content
-        moments = _read_moments(storage, entries)
+        moments = _read_moments(storage, entries, filter)
         if content == storage.epochs.content:
             if moments is None:
                 raise _no_rows()
@@ -74,14 +75,15 @@ def compute_stats(
     raise StateError("the content of the store was replaced while it was read", hint="try again")
 
 
-def _read_moments(storage: ReadView, entries: Sequence[Field]) -> list[Moments] | None:
-    """Return the moments of each field over the rows that are readable now, or None without rows."""
-    schema, ids = storage.require_schema(), storage.window.ids()
+def _read_moments(storage: ReadView, entries: Sequence[Field], filter: Filter) -> list[Moments] | None:
+    """Return the moments of each field over the readable rows of a split, or None without rows."""
+    schema, ids = storage.require_schema(), storage.window.until(storage.query_window.last).ids()
     places = [schema.place(entry.key) for entry in entries]
     piece = max(1, min(_ROWS, _VALUES // sum(entry.row_items for entry in entries)))
     total: list[Moments] | None = None
     for start in range(0, ids.size, piece):
-        present, columns = read_present(storage, ids[start : start + piece], places)
+        chosen = ids[start : start + piece]
+        present, columns = read_present(storage, chosen[filter.find_split(storage, chosen)], places)
         if not present.size:
             continue
         parts = [
@@ -114,4 +116,6 @@ def _choose(schema: Schema, names: list[str | tuple[str, ...]] | None) -> Sequen
 
 
 def _no_rows() -> NotReadyError:
-    return NotReadyError("the store has no rows to compute statistics of", hint="extend() it first")
+    return NotReadyError(
+        "the store has no rows of this split to compute statistics of", hint="extend() it first"
+    )

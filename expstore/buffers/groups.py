@@ -99,10 +99,10 @@ class StartedGroup:
 class Groups:
     """Query groups by calling it; its methods start, close and discard groups.
 
-    The episodes with the same value of `EpisodeKeys(group=...)` are a group, in the order in which they
-    began: the first `group_size` of them, then the next. A group is `complete` when all of them have ended,
-    that is terminated or truncated, or when it was closed; `failed` if one was cut or a row was evicted or
-    deleted; `discarded`; and otherwise `open`.
+    The episodes of a split with the same value of `EpisodeKeys(group=...)` are a group, in the order in which
+    they began: the first `group_size` of them, then the next. A group is `complete` when all of them have
+    ended, that is terminated or truncated, or when it was closed; `failed` if one was cut or a row was
+    evicted or deleted; `discarded`; and otherwise `open`.
 
     Threads: any number may use it. Crashes: a change survives the end of the process when its call returns,
     and a power failure after the next `flush`. Processes: the process that writes may change groups, and the

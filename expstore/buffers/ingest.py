@@ -27,7 +27,7 @@ from expstore.data.batch import Batch, Intake, Layout, StepReader, batch_of, is_
 from expstore.data.containers import is_tree, take
 from expstore.data.mappings import take_mapping
 from expstore.data.row_cells import Cells, compile_put, compile_put_tensordict, nest
-from expstore.episodes.annotations import pack_info
+from expstore.episodes.annotations import pack_info, source_of_split
 from expstore.episodes.segmentation import RunReader
 from expstore.errors import ArgumentError, SchemaError, StateError
 from expstore.rate_limiters import RateLimiter
@@ -180,6 +180,7 @@ class Ingest(StorePart):
         *,
         source: str | None = None,
         episode_info: Mapping[str, Any] | None = None,
+        split: str | None = None,
         update_priority: bool | None = None,
         validate: str = "schema",
         idempotency_key: str | bytes | None = None,
@@ -189,8 +190,8 @@ class Ingest(StorePart):
     ) -> WriteOptions:
         """Check the arguments of a write; see `ReplayBuffer.extend`."""
         return WriteOptions(
-            source,
-            "" if episode_info is None else pack_info(episode_info),
+            source if split is None else source_of_split(source, split),
+            "" if episode_info is None and split is None else pack_info(episode_info, split),
             None
             if idempotency_key is None and digest is None
             else make_key(self.writer, idempotency_key, digest),

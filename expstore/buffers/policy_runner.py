@@ -254,7 +254,7 @@ class PolicyRunner:
         if self._filter is None or self._filter.where != where:
             from expstore.samplers.filter import Filter  # loads DuckDB
 
-            filter = Filter(where, None, whole=True)
+            filter = Filter(where, None, split=None, whole=True)
             filter.attach(self._storage)
             self._filter = filter
         return self._filter

@@ -85,6 +85,9 @@ class RecordedDraws(Sampler):
         """Evaluates `where` and `weight` of the sampler; None if another process chooses rows."""
         return self._sampler.filter if self._decides else None
 
+    def keep_to_split(self, storage: ReadView) -> None:
+        """Do nothing: the sampler does so, and recorded draws come again as they were."""
+
     def limit_tokens(self, budget: TokenBudget | None) -> None:
         """Let the sampler draw as many rows as fit; recorded draws have done so.
 
@@ -145,7 +148,7 @@ class RecordedDraws(Sampler):
             chosen = self._find_rows_again(storage)
         else:
             self._seen = storage.changes.seen  # before any value is read
-            chosen = self._sampler.select(storage, batch_size, generator)
+            chosen = self._sampler.choose(storage, batch_size, None, generator)
         return self._limit(storage, chosen) if self.is_followed else chosen
 
     def sample_again(
@@ -159,7 +162,7 @@ class RecordedDraws(Sampler):
         if self.is_recorded:
             chosen = self._find_rows_again(storage)
         else:
-            chosen = self._sampler.sample_again(storage, selection, generator)
+            chosen = self._sampler.choose(storage, selection.ids.size, selection, generator)
         return self._limit(storage, chosen) if self.is_followed else chosen
 
     def decide(self, storage: ReadView, batch_size: int) -> None:

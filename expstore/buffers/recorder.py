@@ -20,7 +20,7 @@ from expstore.core.tables import elide
 from expstore.core.values import Array, IntArray, Key, key_name
 from expstore.data.batch import Batch
 from expstore.data.row_cells import Cells, compile_put
-from expstore.episodes.annotations import pack_info
+from expstore.episodes.annotations import merge_info, pack_info, source_of_split
 from expstore.episodes.segmentation import RunReader
 from expstore.episodes.sources import lane_names
 from expstore.errors import (
@@ -93,9 +93,10 @@ class Recorder:
         autoreset_mode: How the environment resets, by gymnasium's names. "NextStep": the step after one that
             ended an episode only resets, and is not recorded. "SameStep", "Disabled" or None: every step is
             recorded.
+        split: The split of the episodes; None for "train".
 
     Raises:
-        ArgumentError: `lanes` or `flush_steps` is less than 1, or there is no such mode.
+        ArgumentError: `lanes` or `flush_steps` is less than 1, or there is no such mode or split.
 
     Example:
         >>> import gymnasium
@@ -117,6 +118,7 @@ class Recorder:
         lanes: int | None = None,
         flush_steps: int = 1,
         autoreset_mode: Any = None,
+        split: str | None = None,
     ) -> None:
         for name, number in (("lanes", lanes), ("flush_steps", flush_steps)):
             if number is not None and (not isinstance(number, int) or number < 1):
@@ -130,6 +132,9 @@ class Recorder:
         self._ended: Array = np.zeros(() if lanes is None else lanes, np.bool_)
         if source is not None:
             lane_names(source, "", 1)  # raises if it is not a valid name
+        #: Facts about all episodes, as JSON text.
+        self._info = "" if split is None else pack_info(None, split)
+        source = source_of_split(source, split)
         self._target, self._source = target, source
         self._lanes, self._flush_steps = lanes, flush_steps
         self._block: _Block | _VariableBlock | None = None
@@ -234,13 +239,13 @@ class Recorder:
                 return
             if isinstance(block, _Block) and block.runs is not None and filled == self._flush_steps:
                 runs, appender = block.runs, self._appender
-                if appender is not None and self._target.is_plain(block.schema):
+                if appender is not None and not self._info and self._target.is_plain(block.schema):
                     block.set_done(filled)
                     if appender.append(self._source, runs.read()):
                         return
             batch = block.batch(filled)
             if batch.count:
-                self._target.append_columns(batch, self._source)
+                self._target.append_columns(batch, self._source, self._info)
         except (StateError, StorageError, NotReadyError, ArgumentError):  # nothing was written
             self._filled = filled
             raise
@@ -250,7 +255,7 @@ class Recorder:
         for lane, facts in list(self._facts.items()):
             batch = block.batch(1, lane)
             if batch.count:
-                self._target.append_columns(batch, self._source, facts)
+                self._target.append_columns(batch, self._source, merge_info(self._info, facts))
                 del self._facts[lane]
                 if self._lanes is None:
                     return False

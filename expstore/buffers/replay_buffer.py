@@ -253,6 +253,7 @@ class ReplayBuffer:
         source: str | None = None,
         return_ids: bool = False,
         episode_info: Mapping[str, Any] | None = None,
+        split: str | None = None,
         update_priority: bool | None = None,
         validate: Literal["schema", "domain"] = "schema",
         idempotency_key: str | bytes | None = None,
@@ -285,6 +286,9 @@ class ReplayBuffer:
             return_ids: Whether to return ids, which are never reused, instead of indices.
             episode_info: Facts to attach to every episode that has a row in the batch, as by
                 `episodes.annotate`. They are committed with the rows.
+            split: The split of the episodes, such as "eval". Samplers draw rows of the split "train", unless
+                they were made with another one. Rows of another split without a `source` are a stream of the
+                split's name. None: "train", or the split of the episode that the rows continue.
             update_priority: Whether to set the priorities that come with the rows, in a buffer with a
                 priority key. None: set them.
             validate: "domain": also check values against `specs`, and append nothing if one is not allowed.
@@ -300,8 +304,9 @@ class ReplayBuffer:
             indices have shape `(n, ndim)`.
 
         Raises:
-            SchemaError: The batch does not fit the store or its specs, or a fact cannot be stored as JSON.
-            ArgumentError: Both `data` and `tensordicts` are given.
+            SchemaError: The batch does not fit the store or its specs, or a fact cannot be stored as JSON;
+                the rows continue an episode of another split.
+            ArgumentError: Both `data` and `tensordicts` are given; `split` is not a name.
             StateError: The store is closed or cannot be written; `validate="domain"` is given and there are
                 no specs; the key belongs to another write (kind "key_reused"); or the writer does not support
                 keys (kind "no_keys").
@@ -312,7 +317,8 @@ class ReplayBuffer:
                 raise ArgumentError("data and tensordicts are two names of one argument; give one of them")
             data = tensordicts
         options = self._ingest.options(
-            source=source, episode_info=episode_info, update_priority=update_priority, validate=validate,
+            source=source, episode_info=episode_info, split=split, update_priority=update_priority,
+            validate=validate,
             idempotency_key=idempotency_key, digest=digest, session=session, return_ids=return_ids,
         )  # fmt: skip
         numbers = self._ingest.append(data, options)
@@ -476,6 +482,7 @@ class ReplayBuffer:
         *,
         source: str | None = None,
         episode_info: Mapping[str, Any] | None = None,
+        split: str | None = None,
         validate: Literal["schema", "domain"] = "schema",
         idempotency_key: str | bytes | None = None,
         digest: bytes | None = None,
@@ -487,18 +494,19 @@ class ReplayBuffer:
                 each lane; their indices are returned. Shape `(lanes, ndim)`, int64.
             source: As in `extend`.
             episode_info: As in `extend`.
+            split: As in `extend`.
             validate: As in `extend`.
             idempotency_key: As in `extend`.
             digest: As in `extend`.
         """
-        is_plain = episode_info is None and idempotency_key is None and digest is None
+        is_plain = all(one is None for one in (episode_info, split, idempotency_key, digest))
         if is_plain and type(data) in (dict, TensorDict) and validate == "schema":
             index = self._ingest.add_plain(data, source)
             if index >= 0:
                 return index
         options = self._ingest.options(
-            source=source, episode_info=episode_info, validate=validate, idempotency_key=idempotency_key,
-            digest=digest,
+            source=source, episode_info=episode_info, split=split, validate=validate,
+            idempotency_key=idempotency_key, digest=digest,
         )  # fmt: skip
         numbers = self._ingest.append(data, options, single=True)
         if self._store.storage.ndim == 1 and numbers.size:
@@ -512,6 +520,7 @@ class ReplayBuffer:
         lanes: int | None = None,
         flush_steps: int = 1,
         autoreset_mode: Any = None,
+        split: str | None = None,
     ) -> Recorder:
         """Record the steps of an environment loop, one call per step.
 
@@ -528,9 +537,10 @@ class ReplayBuffer:
             autoreset_mode: How the environment resets, by gymnasium's names. "NextStep", the default of
                 `gymnasium.make_vec`: the step after one that ended an episode only resets, and is not
                 recorded. "SameStep", "Disabled" or None: every step is recorded.
+            split: The split of the episodes, as in `extend`; None for "train".
 
         Raises:
-            ArgumentError: `lanes` or `flush_steps` is less than 1, or there is no such mode.
+            ArgumentError: `lanes` or `flush_steps` is less than 1, or there is no such mode or split.
             StateError: The store is closed, or open for reading only.
 
         Example:
@@ -539,7 +549,12 @@ class ReplayBuffer:
             ...     episode.step(observation, 1, 0.5, following, terminated=True, truncated=False)
         """
         return Recorder(
-            self._ingest, source, lanes=lanes, flush_steps=flush_steps, autoreset_mode=autoreset_mode
+            self._ingest,
+            source,
+            lanes=lanes,
+            flush_steps=flush_steps,
+            autoreset_mode=autoreset_mode,
+            split=split,
         )
 
     def __len__(self) -> int:

@@ -221,10 +221,16 @@ class Sampling(StorePart):
             were overwritten meanwhile; and the view that step transforms need.
         """
         transform, limit, masses = self._batches.transform, READ_LIMIT.get(), MASSES.get()
-        if tried:
-            chosen = self.sampler.sample_again(storage, tried[-1].anchors or tried[-1], generator)
-        else:
-            chosen = self.sampler.sample(storage, size, generator)
+        former, chosen = (tried[-1].anchors or tried[-1]) if tried else None, None
+        sampler, epochs = self.sampler, storage.epochs
+        is_kept = sampler.filter is not None and sampler.keeps_to_split
+        if is_kept or not epochs.has_splits:
+            if former is None:
+                chosen = sampler.sample(storage, size, generator)
+            else:
+                chosen = sampler.sample_again(storage, former, generator)
+        if chosen is None or (epochs.has_splits and not is_kept):  # the storage may just have got a split
+            chosen = sampler.choose(storage, size, chosen or former, generator)
         tried.append(chosen)
         rows = chosen if self.unit is None else self.unit.select(chosen, storage)
         if masses is not None:

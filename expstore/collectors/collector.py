@@ -23,7 +23,7 @@ from expstore.collectors.progress import Progress
 from expstore.collectors.space_fields import check_mode
 from expstore.collectors.workers import Workers
 from expstore.core.arguments import check_whole
-from expstore.episodes.annotations import pack_info
+from expstore.episodes.annotations import pack_info, source_of_split
 from expstore.errors import ArgumentError, StateError
 from expstore.exchange.base import show_progress
 
@@ -75,12 +75,13 @@ class Collector:
             actions; in each worker also of the global generators of torch, NumPy and Python, each with
             numbers of its own. None: a different one each time.
         hyperparameters: Facts of yours about this run, which are kept with `origin`.
+        split: The split of the episodes, as in `extend`, such as "eval" for an evaluation; None for "train".
         progress: Show a bar with steps per second and the mean return of recent episodes while `collect`
             runs, if the standard error is a terminal.
 
     Raises:
         ArgumentError: `env`, `policy` or `store` is something else; a number is too small, the autoreset mode
-            is unknown, or a space has no fixed numeric shape.
+            is unknown, `split` is not a name, or a space has no fixed numeric shape.
         NotFoundError: There is no such environment or policy.
         SchemaError: JSON cannot represent a hyperparameter.
         StateError: With workers: the rows of the buffer are objects, or it cannot be written to.
@@ -105,6 +106,7 @@ class Collector:
         autoreset_mode: Any = None,
         seed: int | None = None,
         hyperparameters: Mapping[str, Any] | None = None,
+        split: str | None = None,
         progress: bool = False,
     ) -> None:
         workers = check_whole("workers", workers)
@@ -114,8 +116,11 @@ class Collector:
         check_steps(steps_per_lane)
         if autoreset_mode is not None:
             check_mode(autoreset_mode)
-        pack_info(hyperparameters)
-        plan = Plan(check_policy(policy), steps_per_lane, source, autoreset_mode, seed, hyperparameters or {})
+        pack_info(hyperparameters, split)
+        plan = Plan(
+            check_policy(policy), steps_per_lane, source_of_split(source, split), autoreset_mode, seed,
+            hyperparameters or {}, split,
+        )  # fmt: skip
         self._policy, self._shows_progress = plan.policy, progress
         self._closing = contextlib.ExitStack()
         self._progress = Progress()  # of this process; workers have theirs

@@ -30,6 +30,7 @@ from expstore.collectors.space_fields import (
     read_values,
 )
 from expstore.core.values import Array, IntArray, Key, key_name
+from expstore.episodes.annotations import source_of_split
 from expstore.errors import ArgumentError, ExpStoreError, SchemaError, StateError
 from expstore.specs import TensorSpec
 
@@ -58,7 +59,12 @@ class TransitionSink(Protocol):
         """The episodes, which the collector ends."""
 
     def extend(
-        self, data: TensorDict, *, source: str | None = None, episode_info: Mapping[str, Any] | None = None
+        self,
+        data: TensorDict,
+        *,
+        source: str | None = None,
+        episode_info: Mapping[str, Any] | None = None,
+        split: str | None = None,
     ) -> Any:
         """Store the rows of `data`, all or none; rows with trajectory id -1 are dropped.
 
@@ -66,6 +72,7 @@ class TransitionSink(Protocol):
             data: The rows of one stream, in the order of steps. Batch shape `(n,)`.
             source: Name of the stream.
             episode_info: Facts about the episodes that begin in these rows.
+            split: The split of these episodes; only passed if the collector has one.
         """
 
 
@@ -115,6 +122,7 @@ class LaneCollector:
             each time.
         facts: Facts that are attached to every episode (`info` in SQL).
         first_facts: Further facts, attached to the first episode of each lane only.
+        split: The split of the episodes; None for "train".
         policy_version: Store this number with each row, as the field `policy_version` (int64). It may be set
             later, from the next block on. None: there is no such field.
         numbering: Returns trajectory ids. None: positions count from the rows stored so far, so ids are
@@ -148,6 +156,7 @@ class LaneCollector:
         seed: int | None = None,
         facts: Mapping[str, Any] | None = None,
         first_facts: Mapping[str, Any] | None = None,
+        split: str | None = None,
         policy_version: int | None = None,
         numbering: Numbering | None = None,
         pass_specs: Callable[[Mapping[Key, TensorSpec]], None] | None = None,
@@ -159,7 +168,7 @@ class LaneCollector:
         self._env = _as_vector(env)
         self._mode = autoreset_mode_of(self._env, autoreset_mode)
         self._rb = rb
-        self._source = source
+        self._source, self._split = source_of_split(source, split), split
         self._seed = seed
         self._facts, self._first_facts = dict(facts or {}), dict(first_facts or {})
         #: The number stored with each row of the next block; None: none is.
@@ -319,7 +328,9 @@ class LaneCollector:
             if self.policy_version is not None:
                 batch["policy_version"] = torch.full(batch.batch_size, self.policy_version)
             facts = self._facts | ({} if self._described else self._first_facts)
-            options = {"episode_info": facts} if facts else {}
+            options: dict[str, Any] = {"episode_info": facts} if facts else {}
+            if self._split is not None:
+                options["split"] = self._split
             try:
                 self._rb.extend(batch, source=self._source, **options)
             except ExpStoreError:

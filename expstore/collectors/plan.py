@@ -27,6 +27,7 @@ class Plan:
         autoreset_mode: How lanes are reset; None: as `env.metadata` says.
         seed: Seed of the first lane; None: unpredictable.
         hyperparameters: Facts about the run.
+        split: The split of the episodes; None for "train".
     """
 
     policy: Policy | None
@@ -35,6 +36,7 @@ class Plan:
     autoreset_mode: Any
     seed: int | None
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
+    split: str | None = None
 
     def collector(
         self,
@@ -70,6 +72,7 @@ class Plan:
             seed=seed,
             facts={} if worker is None else {"worker": worker},
             first_facts={"origin": origin},
+            split=self.split,
             policy_version=0 if isinstance(self.policy, ModulePolicy) else None,
             numbering=numbering,
             pass_specs=pass_specs,

@@ -10,18 +10,50 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from expstore.errors import SchemaError
+from expstore.errors import ArgumentError, SchemaError
 
 #: The fact that says to which group an episode belongs, and in its first episode how the group was ended.
 GROUP = "_group"
+#: The fact that names the split of an episode. Without it the split is `TRAIN`.
+SPLIT, TRAIN = "_split", "train"
 
 
-def pack_info(info: Mapping[str, Any] | None) -> str:
+def check_split(split: str) -> str:
+    """Return the name of a split.
+
+    Raises:
+        ArgumentError: It is not the name of a split.
+    """
+    if isinstance(split, str) and split == split.strip() != "" and split.isprintable() and "/" not in split:
+        return split
+    raise ArgumentError(
+        f"split {split!r:.100} is not a name", hint='use printable text without "/", such as "eval"'
+    )
+
+
+def source_of_split(source: str | None, split: str | None) -> str | None:
+    """Return the stream of rows: without a name, that of their split, whose episodes are its own."""
+    return split if source is None and split != TRAIN else source
+
+
+def split_of(info: str) -> str:
+    """Return the split of an episode with these facts."""
+    return str(json.loads(info).get(SPLIT, TRAIN)) if SPLIT in info else TRAIN
+
+
+def pack_info(info: Mapping[str, Any] | None, split: str | None = None) -> str:
     """Return facts as JSON text; "" for no facts.
+
+    Args:
+        info: The facts.
+        split: The split of the episodes; None: that which they have, or "train".
 
     Raises:
         SchemaError: JSON cannot represent one of them, or its name is the store's own.
+        ArgumentError: `split` is not the name of a split.
     """
+    if split is not None:
+        return merge_info(pack_info(info), json.dumps({SPLIT: check_split(split)}, ensure_ascii=False))
     if info is None:
         return ""
     if not isinstance(info, Mapping):
@@ -34,8 +66,8 @@ def pack_info(info: Mapping[str, Any] | None) -> str:
     for key, value in info.items():
         if not isinstance(key, str):
             raise _build_error(key, f"a key must be text, not {type(key).__name__}")
-        if key == GROUP:
-            raise SchemaError(f"info {GROUP!r} is the store's own", hint="use another name")
+        if key in (GROUP, SPLIT):
+            raise SchemaError(f"info {key!r} is the store's own", hint="use another name")
         _check(key, value)
     text = json.dumps(dict(info), ensure_ascii=False)
     try:

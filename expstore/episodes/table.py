@@ -23,7 +23,7 @@ import numpy as np
 from expstore.core import tuning
 from expstore.core.id_set import IdSet
 from expstore.core.values import Array, IntArray
-from expstore.episodes.annotations import merge_info, split_groups
+from expstore.episodes.annotations import SPLIT, TRAIN, merge_info, split_groups, split_of
 from expstore.episodes.fragments import CapturedFragments, Fragments, cut_out, find_fragments, last_ids
 from expstore.episodes.log import Episode, LogEntry
 from expstore.episodes.segmentation import (
@@ -275,6 +275,11 @@ class EpisodeTable:
         self._cut: set[int] = set()  # episodes whose fragments the index must read again
         self._sources: dict[int, LogEntry] = {}
         self.touched = ChangedIds()
+        #: The splits other than "train" that any episode ever had.
+        self.split_names: set[str] = set()
+        #: The splits of the episodes that are not in "train"; unless `knows_splits`, of newer ones only.
+        self.splits: dict[int, str] = {}
+        self.knows_splits = True
         self.kernels: ModuleType | None = None  # compiled loops, once they are loaded
 
     # -- numbering -------------------------------------------------------------------------------
@@ -351,6 +356,26 @@ class EpisodeTable:
             self._check_heirs(segments, dict(zip(numbers, names, strict=True)))
         numbers_of_rows = _spread(segments, steps.count, order, first_id, time, self.kernels)
         return Assignment(segments, numbers_of_rows, new_sources, restarted)
+
+    def check_split(self, segments: Sequence[Segment], info: str) -> None:
+        """Check that rows continue no episode of another split than that in their facts.
+
+        Args:
+            segments: The segments of `assign`.
+            info: The facts, as JSON text, with a split.
+
+        Raises:
+            SchemaError: An episode has another split; nothing has changed.
+        """
+        split = split_of(info)
+        for segment in segments:
+            episode = None if segment.flags & NEW else self._open.find_by_id(segment.episode)
+            if episode is not None and split_of(episode.text) != split:
+                raise SchemaError(
+                    f"rows of split {split!r} continue episode {segment.episode}, which is in split "
+                    f"{split_of(episode.text)!r}",
+                    hint="give each split its own source=, or end the episode first",
+                )
 
     def _find_new_episodes(
         self,
@@ -555,6 +580,7 @@ class EpisodeTable:
         """
         episode = self.find(entry.episode) or Episode.of(entry)
         episode.text = entry.text
+        self._note_split(episode)
         noted = self._note(episode, sequence)
         return [] if episode.status == OPEN else [noted]
 
@@ -768,6 +794,8 @@ class EpisodeTable:
         facts, alone = info
         if facts:
             episode.text = merge_info(episode.text, facts) if episode.text else alone
+            if SPLIT in facts:
+                self._note_split(episode)
         goes_on = episode.status == TRUNCATED
         first = first_id + start
         episode.fragment = self.fragments.add(episode.fragment, (episode.episode, step, rows, first, stride))
@@ -787,6 +815,16 @@ class EpisodeTable:
             entries.append(episode.entry(sequence, self.generation))
         if not is_over and not is_known:
             self._open.put(episode)
+
+    def _note_split(self, episode: Episode) -> None:
+        if (split := split_of(episode.text)) != TRAIN:
+            self.split_names.add(split)
+            self.splits[episode.episode] = split
+
+    def add_splits(self, splits: Mapping[int, str]) -> None:
+        """Add the splits of episodes before those that `splits` has; all of them are known then."""
+        self.splits = {**splits, **self.splits}
+        self.knows_splits = True
 
     def _touch(self, episode: Episode) -> None:
         self._changed[episode.episode] = episode
@@ -820,18 +858,23 @@ class EpisodeTable:
     # -- storing and loading ---------------------------------------------------------------------
 
     def to_base(self) -> dict[str, Any]:
-        """Return the values for a base record: everything that is not in columns and episodes.log."""
+        """Return the values for a base record: everything that is not in columns and episodes.log.
+
+        Of the splits it has the names, which say that episodes.log has some.
+        """
         return {
             "next_episode": self.next_episode,
             "next_source": self.next_source,
             "sessions": [session.to_dict() for session in self._sessions.values()],
             "open": [episode.to_dict() for episode in self._open],
-        }
+        } | ({"splits": sorted(self.split_names)} if self.split_names else {})
 
     def load_base(self, data: Mapping[str, Any]) -> None:
         """Restore the result of `to_base`."""
         self.next_episode = int(data["next_episode"])
         self.next_source = int(data["next_source"])
+        self.split_names.update(data.get("splits", ()))
+        self.knows_splits = not self.split_names
         for values in data["sessions"]:
             key = SessionKey(*values["key"])
             cut = {(e["source"], e["trajectory"]): Episode(**e) for e in values["cut"]}

@@ -418,6 +418,7 @@ class _Joined:
         #: Column positions in each store, in the order of the new store's columns.
         self._places = [[*(run.schema.place(entry.key) for entry in schema.fields), *own] for run in runs]
         self.entries = [entry for run in runs for entry in run.renumber()]
+        splits = sorted({name for run in runs for name in run.numbers.get("splits", ())})
         self.base: dict[str, Any] = {
             "last": self.total,
             "retired": 0,
@@ -432,7 +433,8 @@ class _Joined:
                 "next_source": last.source + last.numbers["next_source"],
                 "sessions": [],
                 "open": [],
-            },
+            }
+            | ({"splits": splits} if splits else {}),
         }
 
     def rows(self, first_id: int, count: int) -> list[Array]:

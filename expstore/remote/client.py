@@ -166,12 +166,14 @@ class RemoteReplayBuffer(ServedBuffer[int]):
         source: str | None,
         *,
         episode_info: Mapping[str, Any] | None,
+        split: str | None,
         validate: str,
         update_priority: bool | None = None,
     ) -> IntArray:
         _check_rows(data)
-        pack_info(episode_info)  # raises if JSON cannot represent it
+        pack_info(episode_info, split)  # raises if they cannot be stored
         told = {
+            "split": split,
             "episode_info": episode_info and dict(episode_info), "update_priority": update_priority,
             "validate": "domain" if asks_for_domain(validate) else None,
         }  # fmt: skip

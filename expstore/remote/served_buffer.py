@@ -74,6 +74,7 @@ class ServedBuffer(LocalOnly, Generic[_Id]):
         source: str | None = None,
         return_ids: bool = True,
         episode_info: Mapping[str, Any] | None = None,
+        split: str | None = None,
         update_priority: bool | None = None,
         validate: Literal["schema", "domain"] = "schema",
     ) -> torch.Tensor:
@@ -86,6 +87,7 @@ class ServedBuffer(LocalOnly, Generic[_Id]):
                 the one that gets the rows.
             return_ids: Must be True: only ids can be returned, not indices.
             episode_info: Facts to record for every episode that has a row in the batch.
+            split: The split of the episodes; see `ReplayBuffer.extend`.
             update_priority: Whether to use priorities in the data; None means True.
             validate: "domain": the server also checks the values against the specs of the store.
 
@@ -104,7 +106,10 @@ class ServedBuffer(LocalOnly, Generic[_Id]):
             raise RemoteError(
                 "a served store does not return indices", kind="local_only", hint="use ids: return_ids=True"
             )
-        options = {"episode_info": episode_info, "update_priority": update_priority, "validate": validate}
+        options = {
+            "episode_info": episode_info, "split": split, "update_priority": update_priority,
+            "validate": validate,
+        }  # fmt: skip
         return self._extend(data, source, options)
 
     @abstractmethod
@@ -117,6 +122,7 @@ class ServedBuffer(LocalOnly, Generic[_Id]):
         *,
         source: str | None = None,
         episode_info: Mapping[str, Any] | None = None,
+        split: str | None = None,
         validate: Literal["schema", "domain"] = "schema",
     ) -> _Id:
         """Append one row; return its id, which is -1 if it was not stored.
@@ -125,6 +131,7 @@ class ServedBuffer(LocalOnly, Generic[_Id]):
             data: One row: a TensorDict without batch dims, or a nested dict of values.
             source: Name of the stream of experience, as in `extend`.
             episode_info: Facts to record for the row's episode.
+            split: As in `extend`.
             validate: "domain": the server also checks the values against the specs of the store.
 
         Returns:
@@ -135,7 +142,7 @@ class ServedBuffer(LocalOnly, Generic[_Id]):
             StateError: The store cannot be written.
             RemoteError: The server did not answer. It is unknown then whether the row was stored.
         """
-        return self._add(data, source, {"episode_info": episode_info, "validate": validate})
+        return self._add(data, source, {"episode_info": episode_info, "split": split, "validate": validate})
 
     @abstractmethod
     def _add(self, data: Any, source: str | None, options: dict[str, Any]) -> _Id:

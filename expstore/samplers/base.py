@@ -12,6 +12,7 @@ import warnings
 import weakref
 from abc import ABCMeta, abstractmethod
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
@@ -26,6 +27,7 @@ from expstore.core.torchrl_members import find_member
 from expstore.core.values import Array, IntArray, Key, Mass, Selection, Window
 from expstore.data.to_arrays import to_array
 from expstore.disk.files import Disk
+from expstore.episodes.annotations import TRAIN
 from expstore.errors import ArgumentError, NotReadyError, StateError
 from expstore.samplers.filter import Filter, Where, split_where
 from expstore.samplers.token_budget import TokenBudget
@@ -99,6 +101,7 @@ class Sampler(metaclass=SamplerKind):
         where: Which rows are drawn: a boolean SQL expression over a row and its `episode`, or a `Where`; None
             for all rows.
         weight: Factor for the probability of each row: a numeric SQL expression, at least 0; None for 1.
+        split: The split whose rows are drawn; None for the rows of all splits.
     """
 
     #: Whether every row is drawn once before any row is drawn again.
@@ -120,8 +123,11 @@ class Sampler(metaclass=SamplerKind):
     fits_tokens: ClassVar[bool] = False
     #: Whether it must be notified of new rows: its class overrides `on_write` or one of TorchRL's hooks.
     hears_writes: ClassVar[bool] = False
-    #: Evaluates `where` and `weight`; None if every row may be drawn with the same probability.
+    #: Evaluates `where`, `weight` and the split; None if all rows may be drawn, with one probability. A
+    #: store's first rows outside of the split "train" make it a filter: `keep_to_split` notices them.
     filter: Filter | None = None
+    #: Whether it leaves out rows of other splits than its own, by `filter` or otherwise.
+    keeps_to_split: ClassVar[bool] = False
     #: Whether new rows get the largest priority of the readable rows, instead of the largest ever set.
     max_priority_within_buffer = False
     #: Names of attributes that a copy does not get: the locks, trees and caches that `_begin` creates.
@@ -146,16 +152,69 @@ class Sampler(metaclass=SamplerKind):
             cls.mass = Sampler.mass  # type: ignore[method-assign]  # a class that draws otherwise
         if not {"select", "sample"}.isdisjoint(vars(cls)) and "fits_tokens" not in vars(cls):
             cls.fits_tokens = False
+        if not {"select", "sample"}.isdisjoint(vars(cls)) and "keeps_to_split" not in vars(cls):
+            cls.keeps_to_split = False
 
     @property
     def reads(self) -> frozenset[Key]:
         """The fields that the sampler itself reads, besides the fields in `where` and `weight`."""
         return frozenset()
 
-    def __init__(self, *, where: str | Where | None = None, weight: str | None = None) -> None:
-        where, weight = split_where(where, weight)
-        if where is not None or weight is not None:
-            self.filter = Filter(where, weight)
+    def __init__(
+        self,
+        *,
+        where: str | Where | None = None,
+        weight: str | None = None,
+        split: str | None = "train",
+    ) -> None:
+        self._filter = Filter(*split_where(where, weight), split=split)
+        if self._filter.is_active:
+            self.filter = self._filter
+
+    @cached_property
+    def _filter(self) -> Filter:
+        """Evaluates `where`, `weight` and the split. A class need not call the constructor of this one."""
+        return Filter(None, None)
+
+    def keep_to_split(self, storage: ReadView) -> None:
+        """Leave out rows of other splits from now on, if the storage has any.
+
+        Raises:
+            StateError: The sampler does not look at its filter, and so it would draw rows of other splits.
+        """
+        filter = self._filter
+        if filter.split is None or not (storage.epochs.has_splits or filter.split != TRAIN):
+            return
+        if not self.keeps_to_split:
+            raise StateError(
+                f"{self!r} cannot leave out the rows that are not in split {filter.split!r}",
+                hint="make it a subclass of expstore.Sampler and pass split=None to draw from all splits, or "
+                "use an expstore sampler",
+            )
+        if self.filter is None:
+            filter.refresh(storage)
+            self.filter = filter
+
+    def choose(
+        self, storage: ReadView, batch_size: int, former: Selection | None, generator: np.random.Generator
+    ) -> Selection:
+        """Choose rows of the sampler's split in a storage that has, or may get, rows of several splits.
+
+        Args:
+            storage: The storage with the rows.
+            batch_size: Number of rows.
+            former: The selection to replace, which may have rows of another split; None: a new one.
+            generator: The random generator of this draw.
+        """
+        while True:
+            knew = storage.epochs.has_splits
+            self.keep_to_split(storage)
+            if former is None:
+                former = self.sample(storage, batch_size, generator)
+            else:
+                former = self.sample_again(storage, former, generator)
+            if knew or not storage.epochs.has_splits:
+                return former
 
     def _begin(self) -> None:
         """Create locks, trees and caches. Called by the constructor, and for a copy."""
@@ -167,14 +226,17 @@ class Sampler(metaclass=SamplerKind):
 
         Raises:
             QueryError: `where` or `weight` names a field that the storage does not have.
-            StateError: Priorities were set before, and the storage cannot be written.
+            StateError: Priorities were set before, and the storage cannot be written; or the sampler was made
+                with a split, and does not look at it.
         """
+        if not self.keeps_to_split and self._filter.split != TRAIN:
+            self.keep_to_split(storage)
         if self._early is not None:
             self._early.move_to(storage)
             self._early = None
         self._attached = weakref.ref(storage)
-        if self.filter is not None:
-            self.filter.attach(storage)
+        self._filter.attach(storage)
+        self.filter = self._filter if self._filter.is_active else None
 
     def _find_storage(self, storage: ReadView | None = None) -> ReadView | None:
         """Return the given storage, or the storage that the sampler is attached to, if any."""
@@ -220,8 +282,7 @@ class Sampler(metaclass=SamplerKind):
 
     def detach(self) -> None:
         """Stop evaluating the filter: the storage is about to close, or the buffer gets another sampler."""
-        if self.filter is not None:
-            self.filter.detach()
+        self._filter.detach()
 
     def refresh(self, storage: ReadView) -> None:
         """Evaluate `where` and `weight` for all rows and episodes as they are now.
@@ -230,7 +291,7 @@ class Sampler(metaclass=SamplerKind):
             QueryError: `where` or `weight` cannot be computed. The sampler keeps the results that it had.
         """
         if self.filter is not None:
-            self.filter.refresh(storage)
+            self._filter.refresh(storage)
 
     def reduce(self, priorities: Array) -> Array:
         """Return one priority per row. Shapes `(n, ...)` in, `(n,)` out."""
@@ -279,7 +340,12 @@ class Sampler(metaclass=SamplerKind):
         if not self.count_left(storage):
             raise self.build_no_rows_error(storage)
         numbers = next_numbers(storage.seed, self._draws_of(storage))
-        selection = self.select(storage, batch_size, numbers)
+        knew = storage.epochs.has_splits
+        self.keep_to_split(storage)
+        selection = self.select(storage, batch_size, numbers)  # not `sample`, which a subclass may define
+        if not knew and storage.epochs.has_splits:
+            self.keep_to_split(storage)
+            selection = self.select(storage, batch_size, numbers)
         self.hand_out(storage, selection)
         return index_tensor(storage, selection.ids), info_of(storage, selection)
 
@@ -328,7 +394,8 @@ class Sampler(metaclass=SamplerKind):
     @property
     def _filtering(self) -> str:
         """The text that the filter adds to a `repr`."""
-        return "" if self.filter is None else f", {self.filter}"
+        text = str(self._filter)
+        return f", {text}" if text else ""
 
     def count_left(self, storage: ReadView) -> int:
         """Return the number of rows that can still be drawn. It is the length of a buffer."""
@@ -336,14 +403,21 @@ class Sampler(metaclass=SamplerKind):
 
     def can_sample(self, storage: ReadView, batch_size: int) -> bool:
         """Return whether a batch of `batch_size` rows can be drawn from `storage` now."""
-        return self.count_left(storage) > 0
+        return self.sampleable(storage, batch_size) > 0
 
     def sampleable(self, storage: ReadView, batch_size: int) -> int:
         """Return the number of rows, or of starts of slices, in `storage` that a batch is drawn from.
 
-        Conditions (`where=`) are ignored. `batch_size`: rows of the batch, including all rows of its slices.
+        Conditions (`where=`) are ignored while all rows are in one split. `batch_size`: rows of the batch,
+        including all rows of its slices.
         """
-        return self.count_left(storage)
+        left = self.count_left(storage)
+        if not left or not storage.epochs.has_splits or not self.keeps_to_split or self._filter.split is None:
+            return left
+        self.keep_to_split(storage)
+        self._filter.look(storage)
+        ids = self._filter.readable(storage).ids()
+        return min(left, int(np.count_nonzero(self._filter.masses_of(storage, ids))))
 
     def _sampleable_count(self, storage: ReadView, batch_size: int) -> int:
         """Return what `sampleable` returns; TorchRL's ensembles call it under this name."""
@@ -363,9 +437,10 @@ class Sampler(metaclass=SamplerKind):
 
     def _weigh_filtered(self, storage: ReadView, weigh: Callable[[], Mass]) -> Mass:
         """Call `weigh` after evaluating new rows in the background; evaluate them first if its total is 0."""
-        filter = self.filter
         if not len(storage):
             return Mass(0.0, 0)
+        self.keep_to_split(storage)
+        filter = self.filter
         if filter is None:
             return weigh()
         filter.look(storage)
@@ -406,8 +481,10 @@ class Sampler(metaclass=SamplerKind):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the settings, and state that cannot be derived from the rows, for `load_state_dict`."""
-        filter = self.filter
-        return {} if filter is None else {"where": filter.where, "weight": filter.weight}
+        filter = self._filter
+        if filter.where is filter.weight is None:
+            return {}
+        return {"where": filter.where, "weight": filter.weight}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned.
@@ -419,11 +496,12 @@ class Sampler(metaclass=SamplerKind):
         """Return the state of a copy. The copy has a filter of its own."""
         left_out = self._transient | {"_attached", "_own_draws"}
         state = {name: value for name, value in self.__dict__.items() if name not in left_out}
-        return state if self.filter is None else state | {"filter": copy.copy(self.filter)}
+        return state | {"_filter": copy.copy(self._filter)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore what `__getstate__` returned."""
         self.__dict__.update(state)
+        self.filter = self._filter if self._filter.is_active else None
         self._begin()
 
     def dumps(self, path: str | Path) -> None:

@@ -52,6 +52,7 @@ class ConsumingSampler(Sampler):
         where: Which rows are drawn: a boolean SQL expression over a row and its `episode`, or a `Where`; None
             for all rows. Other rows are not counted and do not add to the length of a buffer.
         weight: Not supported, because all rows are drawn equally often.
+        split: The split whose rows are drawn; None for the rows of all splits.
 
     Raises:
         ArgumentError: `max_sample_count` is not an integer; `max_sample_count` is out of range, or a weight
@@ -65,6 +66,7 @@ class ConsumingSampler(Sampler):
         [3, 1]
     """
 
+    keeps_to_split = True
     leases = True
     counts_draws = True
     fits_tokens = True
@@ -73,16 +75,21 @@ class ConsumingSampler(Sampler):
     _own: ConsumerCounts | None = None
 
     def __init__(
-        self, max_sample_count: int = 1, *, where: str | Where | None = None, weight: str | None = None
+        self,
+        max_sample_count: int = 1,
+        *,
+        where: str | Where | None = None,
+        weight: str | None = None,
+        split: str | None = "train",
     ) -> None:
         refuse_weight(self, where, weight, "each row is handed out max_sample_count times")
-        super().__init__(where=where)
+        super().__init__(where=where, split=split)
         self._limit = check_count("max_sample_count", max_sample_count)
         self._begin()
 
     def _begin(self) -> None:
         self._ran_out = False
-        self._live = WindowTree(self.filter)
+        self._live = WindowTree(self._filter)
         self._mirrored: tuple[Sampled | None, int] = (None, -1)  # the counts in the tree, and their `moves`
 
     @property
@@ -116,6 +123,7 @@ class ConsumingSampler(Sampler):
         """Return the number of rows that can still be drawn; for a reader, the number of readable rows."""
         if storage.closed or (self._own is None and storage.state.sampled is None):
             return len(storage)
+        self.keep_to_split(storage)
         filter, left = self.filter, 0
         if filter is not None:
             filter.look(storage)
@@ -222,6 +230,8 @@ class ConsumingSampler(Sampler):
                 raise _Taken
             self._mirrored = (None, -1)  # set again at the end: after an interruption the tree is rebuilt
             kept = had[self._live.window.holds(had)]
+            if self.filter is not None and not self.filter.has_expressions:  # of another split: not returned
+                kept = kept[self.filter.masses_of(storage, kept) > 0]
             held = storage.description.window_ring.slot_of(kept)
             tree.set(held, np.zeros(held.size))
             left = int(tree.total)
@@ -345,10 +355,10 @@ def consume_after(count: int | None, sampler: Sampler | None, *, prefetch: int |
         return RandomSampler() if sampler is None else sampler
     count = check_count("consume_after_n_samples", count)
     if sampler is None or type(sampler) is RandomSampler:
-        filter = None if sampler is None else sampler.filter
-        if filter is None:
+        if sampler is None:
             return ConsumingSampler(count)
-        return ConsumingSampler(count, where=filter.where, weight=filter.weight)
+        filter = sampler._filter
+        return ConsumingSampler(count, where=filter.where, weight=filter.weight, split=filter.split)
     if not isinstance(sampler, ConsumingSampler):
         raise ArgumentError(
             "consume_after_n_samples only supports the default RandomSampler or an explicit "

@@ -7,6 +7,8 @@ background thread, while other threads draw. A filter never draws.
 from __future__ import annotations
 
 import copy
+import functools
+import hashlib
 import os
 import threading
 import weakref
@@ -20,6 +22,7 @@ from numpy.typing import NDArray
 
 from expstore.core.geometry import RingGeometry
 from expstore.core.values import Array, IntArray, Key, Window
+from expstore.episodes.annotations import TRAIN, check_split
 from expstore.episodes.fragments import all_ids, clip
 from expstore.errors import ArgumentError, ExpStoreError, NotReadyError, StateError
 from expstore.sql.sync import Catalog
@@ -27,7 +30,7 @@ from expstore.storages.read_view import read_stable
 
 if TYPE_CHECKING:
     from expstore.episodes.table import EpisodeTable
-    from expstore.sql.expressions import ConditionLimits, Needs
+    from expstore.sql.expressions import ConditionLimits, Conditions, Needs
     from expstore.storages.read_view import ReadView
 
 Floats = NDArray[np.float64]
@@ -58,15 +61,23 @@ class _Seen:
     touched: int
 
     @classmethod
-    def of(cls, storage: ReadView, *, episodes: bool, rows: int | None) -> Self:
-        """Return the present state of the newest `rows` rows of a storage (None: all), without later ones."""
+    def of(cls, storage: ReadView, *, facts: bool, splits: bool, rows: int | None) -> Self:
+        """Return the present state of the newest `rows` rows of a storage (None: all), without later ones.
+
+        Args:
+            storage: The storage.
+            facts: Whether the facts of episodes matter.
+            splits: Whether the splits of episodes matter.
+            rows: Number of rows.
+        """
         content, changes, table, count = storage.epochs.content, storage.changes.number & ~1, None, 0
-        if episodes:
+        if facts or splits:
             storage.follow()
+        if facts:
             with storage.locks.episodes:
                 table = storage.episodes
                 count = table.touched.count
-        window = storage.query_window if episodes else storage.stored
+        window = storage.query_window if facts or splits else storage.stored
         return cls(window.newest(rows), content, changes, table, count)
 
     def holds(self, storage: ReadView) -> bool:
@@ -123,14 +134,15 @@ def split_where(where: str | Where | None, weight: str | None) -> tuple[str | No
 class Filter:
     """Compute the mass of each row: the factor by which `where` and `weight` multiply its probability.
 
-    A mass is 0 for rows that do not match, and otherwise 1 or the value of `weight`. A sampler calls `attach`
-    with its storage, and `look` at each draw. Then `masses` has the masses of the rows in `window`, by place;
-    newer rows are not drawn yet. The masses of evicted rows remain in `masses`, so draw only rows that
-    `readable` returns. To follow changes, hold `lock`, remember `version`, and pass it to `moved` at the next
-    draw, which returns the places whose masses have changed since then (None for all).
+    A mass is 0 for rows that do not match or are in another split, and otherwise 1 or the value of `weight`.
+    A sampler calls `attach` with its storage, and `look` at each draw. Then `masses` has the masses of the
+    rows in `window`, by place; newer rows are not drawn yet. The masses of evicted rows remain in `masses`,
+    so draw only rows that `readable` returns. To follow changes, hold `lock`, remember `version`, and pass it
+    to `moved` at the next draw, which returns the places whose masses have changed since then (None for all).
 
     New and changed rows and episodes are evaluated in the background, within 0.1 s of a `look` that finds
-    them; `look` waits for the first evaluation only. `refresh` evaluates everything before it returns; then
+    them; `look` waits for the first evaluation only. Without expressions `look` evaluates them itself, which
+    takes microseconds. `refresh` evaluates everything before it returns; then
     the masses of readable rows follow from the rows alone.
 
     Threads: any number may draw during an evaluation. Processes: a fork or a copy evaluates for itself.
@@ -140,10 +152,12 @@ class Filter:
     Args:
         where: Boolean SQL expression; None for all rows.
         weight: Numeric SQL expression; None for 1.
+        split: The split of the rows; None for all splits.
         whole: Whether to evaluate all stored rows, not only those that samplers see.
 
     Raises:
         QueryError: An expression is not valid.
+        ArgumentError: `split` is not the name of a split.
 
     Example:
         >>> from expstore.samplers.filter import Filter
@@ -154,11 +168,18 @@ class Filter:
         np.float64(199.0)
     """
 
-    def __init__(self, where: str | None, weight: str | None, *, whole: bool = False) -> None:
-        from expstore.sql.expressions import Conditions  # loads DuckDB
-
+    def __init__(
+        self, where: str | None, weight: str | None, *, split: str | None = TRAIN, whole: bool = False
+    ) -> None:
         self.where, self.weight, self._whole = where, weight, whole
-        self._conditions = Conditions(where, weight)
+        self.split = None if split is None else check_split(split)
+        self._conditions: Conditions | None = None
+        #: Whether masses depend on more than splits.
+        self.has_expressions = where is not None or weight is not None
+        if self.has_expressions:
+            from expstore.sql.expressions import Conditions  # loads DuckDB
+
+            self._conditions = Conditions(where, weight)
         self._renew()
 
     def _renew(self) -> None:
@@ -168,6 +189,7 @@ class Filter:
         self._evaluating = threading.Lock()
         self._resting = 0  # id of the thread that is about to fork; 0: none
         self._seen: _Seen | None = None
+        self._sees_splits = False  # whether the evaluation took splits into account
         self._needs: Needs | None = None
         self._known: dict[int, tuple[Any, ...]] = {}
         self._trouble: Exception | None = None
@@ -182,11 +204,14 @@ class Filter:
 
     def limit(self, limits: ConditionLimits) -> None:
         """Limit the resources of each query, for untrusted expressions. Call it before `attach`."""
-        self._conditions.limit(limits)
+        if self._conditions is not None:
+            self._conditions.limit(limits)
 
     def fields(self, storage: ReadView) -> frozenset[Key]:
         """Return the keys of the fields that the expressions use."""
-        needs = self._bound(storage)
+        if self._conditions is None:
+            return frozenset()
+        needs = self._bound(storage, self._conditions)
         return frozenset(needs.schema.fields[place].key for place in needs.fields)
 
     # -- interface of samplers -------------------------------------------------------------------
@@ -199,8 +224,16 @@ class Filter:
         """
         self.detach()
         self._renew()
-        if storage.schema is not None:
-            self._bound(storage)
+        if storage.schema is not None and self._conditions is not None:
+            self._bound(storage, self._conditions)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether some masses are not 1; False: samplers need not look at them.
+
+        Without expressions it is False until `refresh` has found rows of another split than "train".
+        """
+        return self._conditions is not None or self._sees_splits or self.split not in (TRAIN, None)
 
     def detach(self) -> None:
         """Stop evaluating; called before the storage is closed."""
@@ -234,6 +267,9 @@ class Filter:
         seen = self._seen
         if seen is None:
             self.refresh(storage)
+        elif self._conditions is None:
+            if not seen.holds(storage):
+                self.refresh(storage)
         elif self._trouble is not None or not seen.holds(storage):
             self._hurry(storage)
             if self._trouble is not None:
@@ -290,17 +326,19 @@ class Filter:
     def build_no_rows_error(self, storage: ReadView) -> NotReadyError:
         """Return the error for a draw that finds no matching row."""
         return NotReadyError(
-            f"none of the {len(storage)} rows can be drawn with {self._conditions}",
+            f"none of the {len(storage)} rows can be drawn with {str(self) or f'split={self.split!r}'}",
             hint="extend() it with rows that match, or use another filter",
         )
 
     def __str__(self) -> str:
-        texts = (("where", self.where), ("weight", self.weight))
+        split = self.split or "None"
+        texts = (("where", self.where), ("weight", self.weight), ("split", None if split == TRAIN else split))
         return ", ".join(f"{name}={text!r}" for name, text in texts if text is not None)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, which evaluates for itself."""
-        own = {"where": self.where, "weight": self.weight, "_whole": self._whole}
+        names = ("where", "weight", "split", "has_expressions", "_whole")
+        own = {name: getattr(self, name) for name in names}
         return own | {"_conditions": copy.copy(self._conditions)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -342,10 +380,10 @@ class Filter:
 
     # -- evaluating ------------------------------------------------------------------------------
 
-    def _bound(self, storage: ReadView) -> Needs:
+    def _bound(self, storage: ReadView, conditions: Conditions) -> Needs:
         needs, schema = self._needs, storage.require_schema()
         if needs is None or needs.schema is not schema:
-            needs = self._needs = self._conditions.bind(schema)
+            needs = self._needs = conditions.bind(schema)
         return needs
 
     def _evaluate_all(self, storage: ReadView) -> None:
@@ -362,10 +400,15 @@ class Filter:
     def _evaluate(self, storage: ReadView) -> bool:
         """Evaluate new and changed rows; return False if the storage's content was replaced meanwhile."""
         rows = None if self._whole else storage.description.window_rows
-        now, before = _Seen.of(storage, episodes=bool(self._conditions.facts), rows=rows), self._seen
+        conditions = self._conditions
+        names = () if conditions is None else conditions.facts
+        splits = self.split is not None and storage.epochs.has_splits
+        now, before = _Seen.of(storage, facts=bool(names), splits=splits, rows=rows), self._seen
+        if splits != (self.split is not None and storage.epochs.has_splits):
+            return False  # these may have the first rows of another split, whose episode may not be known
         if storage.schema is None:
             return True
-        facts = _Facts(self._catalog_of(storage), self._conditions.facts)
+        facts = _Facts(self._catalog_of(storage) if names else None, names)
         ids = None if before is None else self._find_changed(storage, before, now, facts)
         whole = ids is None
         if ids is None:
@@ -380,8 +423,10 @@ class Filter:
         kept = storage.stored.newest(rows).holds(ids)
         if not kept.all():
             ids, masses = ids[kept], masses[kept]
-        self._conditions.check(ids, masses)
+        if conditions is not None:
+            conditions.check(ids, masses)
         self._show(storage, now, self._ring(storage).slot_of(ids), masses, whole=whole)
+        self._sees_splits = splits
         return True
 
     def _show(self, storage: ReadView, now: _Seen, places: IntArray, masses: Floats, *, whole: bool) -> None:
@@ -432,29 +477,65 @@ class Filter:
         return np.array(changed, np.int64)
 
     def _chunks(self, storage: ReadView, ids: IntArray) -> Iterator[IntArray]:
-        rows = max(1, min(_ROWS, _BYTES // self._bound(storage).row_bytes))
+        rows = _ROWS
+        if self._conditions is not None:
+            rows = max(1, min(_ROWS, _BYTES // self._bound(storage, self._conditions).row_bytes))
         for start in range(0, ids.size, rows):
             yield ids[start : start + rows]
 
     def _ask(self, storage: ReadView, ids: IntArray, facts: _Facts) -> Floats:
-        return read_stable(storage, lambda: self._ask_weights(storage, ids, facts))
+        masses = np.ones(ids.size)
+        if (conditions := self._conditions) is not None:
+            masses = read_stable(storage, lambda: self._ask_weights(storage, ids, facts, conditions))
+        return masses * self.find_split(storage, ids)
 
-    def _ask_weights(self, storage: ReadView, ids: IntArray, facts: _Facts) -> Floats:
-        needs = self._bound(storage)
+    def find_split(self, storage: ReadView, ids: IntArray) -> NDArray[np.bool_]:
+        """Return whether rows are in the split. Shapes `(n,)`."""
+        if self.split is None:
+            return np.ones(ids.size, np.bool_)
+        found: NDArray[np.bool_] = self.number_splits(storage, ids) == _number(self.split)
+        return found
+
+    def number_splits(self, storage: ReadView, ids: IntArray) -> IntArray:
+        """Return numbers that are equal for rows of the same split, and 0 for "train". Shapes `(n,)`.
+
+        In a follower the episodes of the rows must be known; see `ReadView.query_window`.
+        """
+        if not storage.epochs.has_splits:
+            return np.zeros(ids.size, np.int64)
+        table, place = storage.episodes, len(storage.require_schema().fields) + _PLACES["_episode"]
+        if not table.knows_splits:
+            found = self._catalog_of(storage).facts(("episode_id", "split"), None)
+            pairs = zip(*(column.to_pylist() for column in found.columns), strict=True)
+            with storage.locks.episodes:
+                table.add_splits({episode: split for episode, split in pairs if split != TRAIN})
+        (episodes,) = read_stable(storage, lambda: storage.read(ids, [place]))
+        names, at = np.unique(episodes.reshape(-1), return_inverse=True)
+        splits = table.splits
+        return np.array([_number(splits.get(name, TRAIN)) for name in names.tolist()], np.int64)[at]
+
+    def _ask_weights(self, storage: ReadView, ids: IntArray, facts: _Facts, conditions: Conditions) -> Floats:
+        needs = self._bound(storage, conditions)
         places = [*needs.fields, *(len(needs.schema.fields) + _PLACES[name] for name in needs.rows)]
         columns = storage.read(ids, places) if places else []
         needs.mark_missing(storage, ids, columns)
         table = None
-        if self._conditions.facts:
+        if conditions.facts:
             table = facts.of(columns[len(needs.fields) + needs.rows.index("_episode")])
-        return self._conditions.ask(needs, ids, columns, table, storage.capacity)
+        return conditions.ask(needs, ids, columns, table, storage.capacity)
 
     def _catalog_of(self, storage: ReadView) -> Any:
-        if not self._conditions.facts or storage.index.catalog is not None:
+        if storage.index.catalog is not None:
             return storage.index.catalog
         self._catalog = Catalog(storage)
         storage.index.use(self._catalog)
         return self._catalog
+
+
+@functools.cache
+def _number(split: str) -> int:
+    digest = hashlib.blake2b(split.encode(), digest_size=8).digest()
+    return 0 if split == TRAIN else int.from_bytes(digest, "little", signed=True)
 
 
 #: Positions of the row columns, counted after the fields.

@@ -98,12 +98,13 @@ class GivenOrder(Sampler):
         StorageError: It cannot be read.
     """
 
+    keeps_to_split = True
     _kind = 5
 
     def __init__(self, path: str | Path, *, missing: Missing = "raise") -> None:
         from expstore.sql.order_file import OrderFile  # loads pyarrow's Parquet
 
-        super().__init__()
+        super().__init__(split=None)  # the file says which rows
         self._order, self._missing = OrderFile.read(path), missing
         #: Identifies the content of the file.
         self._content = zlib.crc32(self._order.starts.tobytes(), zlib.crc32(self._order.ids.tobytes()))

@@ -54,6 +54,7 @@ class GroupSampler(Sampler):
             but cannot write this down. None: no limit.
         where: Which groups are drawn: a boolean SQL expression over the columns of the relation `groups`,
             such as "std_return > 0". It is evaluated once, when a group completes. None for all.
+        split: The split whose groups are drawn; None for the groups of all splits.
 
     Raises:
         ArgumentError: A number is not a whole number in its range, or the order is unknown.
@@ -64,6 +65,7 @@ class GroupSampler(Sampler):
         >>> learner = rb.consumer("learner", sampler=expstore.GroupSampler(groups_per_batch=4))
     """
 
+    keeps_to_split = True
     leases = True
     counts_draws = True
     sizes_batches = True
@@ -79,8 +81,9 @@ class GroupSampler(Sampler):
         *,
         max_lag: int | None = None,
         where: str | None = None,
+        split: str | None = "train",
     ) -> None:
-        super().__init__()
+        super().__init__(split=split)
         if order not in ("oldest", "random"):
             raise ArgumentError(f"order must be 'oldest' or 'random', got {order!r}")
         if not isinstance(where, str | None):
@@ -259,7 +262,8 @@ class GroupSampler(Sampler):
             self._ready, self._orders = [], {}
             self._seen, self._generation = 0, groups.generation
         changed = [groups.by_id[id] for id in dict.fromkeys(groups.changed[self._seen :])]
-        complete = [group for group in changed if group.status == "complete"]
+        splits = {group.split for group in changed} if self._filter.split is None else {self._filter.split}
+        complete = [group for group in changed if group.status == "complete" and group.split in splits]
         slots = storage.geometry.slot_of(np.array([group.oldest for group in complete], np.int64))
         drawn = counts.values[slots]
         new = [group.id for group, times in zip(complete, drawn.tolist(), strict=True) if not times]

@@ -18,6 +18,7 @@ from expstore.core.values import Array, IntArray, Key, Window, key_name
 from expstore.episodes.fragments import Fragments, find_fragments
 from expstore.episodes.segmentation import find_ends
 from expstore.errors import SchemaError
+from expstore.samplers.filter import Filter
 from expstore.samplers.row_trajectories import RowTrajectories
 from expstore.schema.schema import OBJECT
 from expstore.storages.run_index import Runs, Taken, as_names, window_of_runs
@@ -145,6 +146,7 @@ class KeyedRuns(Runs):
     def __init__(self, storage: ReadView, trajectory: Key | None, ends: Sequence[Key] | None) -> None:
         super().__init__(storage)
         self.lock = storage.lock  # because reading rows may take it
+        self._splits = Filter(None, None)
         keys = storage.keys
         fields = len(storage.require_schema().fields)
         self._names = fields + 1 if trajectory is None else storage.require_schema().place_of(trajectory)
@@ -204,9 +206,11 @@ class KeyedRuns(Runs):
             for start in range(first, first + count, _CHUNK):
                 ids = np.arange(start, min(start + _CHUNK, first + count))
                 columns = storage.read(ids, [self._names, *self._flags])
+                splits = self._splits.number_splits(storage, ids)
                 if not storage.intact(ids):
                     return False
-                self._add(start, as_names(columns[0].reshape(-1)), *self._cuts(columns[1:], ids.size))
+                names = as_names(columns[0].reshape(-1)) ^ splits  # no trajectory has rows of two splits
+                self._add(start, names, *self._cuts(columns[1:], ids.size))
         self._read = max(self._read, window.last)
         return True
 

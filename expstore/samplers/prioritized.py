@@ -55,6 +55,7 @@ class PrioritizedSampler(Sampler):
             for all rows. The minimum in `priority_weight` is then over the rows that match.
         weight: Factor for the probability of each row: a numeric SQL expression, at least 0; None for 1.
             `priority_weight` takes it into account: with alpha=0 and beta=1 it cancels the factor.
+        split: The split whose rows are drawn; None for the rows of all splits.
 
     Example:
         >>> from expstore import MemoryStorage, PrioritizedSampler, TensorDictReplayBuffer
@@ -63,6 +64,7 @@ class PrioritizedSampler(Sampler):
     """
 
     prioritized = True
+    keeps_to_split = True
     _transient = frozenset({"_lock", "_weights"})
 
     def __init__(
@@ -78,9 +80,10 @@ class PrioritizedSampler(Sampler):
         *,
         where: str | Where | None = None,
         weight: str | None = None,
+        split: str | None = "train",
     ) -> None:
         check_keywords(self, {"max_capacity": max_capacity, "device": device}, PRIORITIZED)
-        super().__init__(where=where, weight=weight)
+        super().__init__(where=where, weight=weight, split=split)
         if dtype not in _WEIGHTS:
             raise ArgumentError(f"dtype {dtype} is not supported; use torch.float32 or torch.float64")
         if reduction not in _REDUCE:
@@ -99,7 +102,7 @@ class PrioritizedSampler(Sampler):
 
     def _begin(self) -> None:
         self._lock = threading.Lock()
-        self._weights = WindowTree(self.filter)
+        self._weights = WindowTree(self._filter)
 
     @property
     def alpha(self) -> float:

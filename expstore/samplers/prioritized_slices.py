@@ -74,6 +74,7 @@ class PrioritizedSliceSampler(SlicingMembers, PrioritizedSampler):
             the largest priority ever set.
         where: At which rows a slice may begin: a boolean SQL expression over a row and its `episode`, or a
             `Where`; None for all rows. The weight of a `Where` is a factor for the probability of each row.
+        split: The split whose rows are drawn; None for the rows of all splits.
         torchrl: Keywords of TorchRL's class that have no effect here: accepted at their defaults, otherwise
             refused with the reason. `trajectories` (int, `(rows,)`) and `ends` (bool, `(rows,)`) are accepted
             if they say the same as the store's episodes, which the first draw checks.
@@ -84,6 +85,7 @@ class PrioritizedSliceSampler(SlicingMembers, PrioritizedSampler):
         >>> rb = TensorDictReplayBuffer(storage=MemoryStorage(1000), sampler=sampler, batch_size=32)
     """
 
+    keeps_to_split = True
     windowed = True
     _transient = PrioritizedSampler._transient | {"_starts"}
 
@@ -114,9 +116,18 @@ class PrioritizedSliceSampler(SlicingMembers, PrioritizedSampler):
                 "PrioritizedSliceSampler takes a weight with the condition: where=expstore.Where(condition, "
                 "weight=...)"
             )
+        split = torchrl.pop("split", "train")
         check_keywords(self, torchrl, PRIORITIZED_SLICES)
         super().__init__(
-            max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer, where=where
+            max_capacity,
+            alpha,
+            beta,
+            eps,
+            dtype,
+            reduction,
+            max_priority_within_buffer,
+            where=where,
+            split=split,
         )
         self.slicing = Slicing.of(
             num_slices=num_slices,

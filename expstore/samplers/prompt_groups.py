@@ -19,6 +19,7 @@ from expstore.core.bfloat16 import widen_bfloat16
 from expstore.core.values import Array, IntArray, Key, Selection, Window, key_name, to_key
 from expstore.errors import ArgumentError, SchemaError
 from expstore.samplers.base import Sampler, readable
+from expstore.samplers.filter import Filter
 from expstore.storages.read_view import read_present
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ class PromptGroupSampler(Sampler):
             averaged.
         cache_groups: Accepted for compatibility with TorchRL. Groups are always cached, and changes are
             always noticed.
+        split: The split whose rows are drawn; None for the rows of all splits.
 
     Raises:
         ArgumentError: Both or neither of `num_groups` and `samples_per_group` are given, or the number is not
@@ -132,7 +134,8 @@ class PromptGroupSampler(Sampler):
         >>> rb = TensorDictReplayBuffer(storage=MemoryStorage(100), sampler=sampler, batch_size=8)
     """
 
-    _transient = frozenset({"_lock", "_known"})
+    keeps_to_split = True
+    _transient = frozenset({"_lock", "_known", "_filtered"})
 
     def __init__(
         self,
@@ -143,8 +146,9 @@ class PromptGroupSampler(Sampler):
         strategy: Strategy = "random",
         reward_key: str | Key = ("next", "reward"),
         cache_groups: bool = True,
+        split: str | None = "train",
     ) -> None:
-        super().__init__()
+        super().__init__(split=split)
         if (num_groups is None) == (samples_per_group is None):
             raise ArgumentError(
                 "Exactly one of num_groups or samples_per_group must be provided, got "
@@ -168,6 +172,7 @@ class PromptGroupSampler(Sampler):
     def _begin(self) -> None:
         self._lock = threading.Lock()
         self._known: _Groups | None = None
+        self._filtered: Filter | None = None
 
     def sizes(self, batch_size: int) -> tuple[int, int]:
         """Return the number of groups in a batch, and the number of rows from each.
@@ -205,6 +210,8 @@ class PromptGroupSampler(Sampler):
             )
         with self._lock:
             found = self._follow(storage)
+            if not found.ages:
+                raise self.build_no_rows_error(storage)
             chosen = self._fill_up(len(found.ages), groups, generator)
             parts = [found.by_value[found.ages[number][1]].read() for number in chosen]
         return Selection(np.concatenate([self._choose_rows(*part, rows, generator) for part in parts]))
@@ -242,16 +249,26 @@ class PromptGroupSampler(Sampler):
 
     def _follow(self, storage: ReadView) -> _Groups:
         """Return the groups of the rows that can be read now."""
-        window, groups = storage.window, self._known
-        if groups is None or groups.of() is not storage or groups.version != storage.version:
+        filter, groups = self.filter, self._known
+        if filter is not None:
+            filter.look(storage)
+        window = storage.window if filter is None else filter.readable(storage)
+        kept = (
+            storage.version,
+            filter,
+        )  # rows of other splits may be in groups that were made without a filter
+        if groups is None or groups.of() is not storage or (groups.version, self._filtered) != kept:
             groups = _Groups(storage)
         self._known = None  # after an interruption all rows are read again
         if window.last > groups.last:
             new = Window(max(window.low, groups.last), window.last, window.deleted).ids()
-            groups.add(*self._read(storage, new))
+            if filter is not None:
+                new = new[filter.masses_of(storage, new) > 0]
+            if new.size:
+                groups.add(*self._read(storage, new))
             groups.last = window.last
         groups.forget(window.low)
-        self._known = groups
+        self._known, self._filtered = groups, filter
         return groups
 
     def _read(self, storage: ReadView, ids: IntArray) -> tuple[IntArray, Any, Array | None]:

@@ -59,6 +59,7 @@ class RecencySampler(Sampler):
         where: Which rows are drawn: a boolean SQL expression over a row and its `episode`, or a `Where`; None
             for all rows.
         weight: Factor for the probability of each row: a numeric SQL expression, at least 0; None for 1.
+        split: The split whose rows are drawn; None for the rows of all splits.
 
     Example:
         >>> from expstore import MemoryStorage, RecencySampler, TensorDictReplayBuffer
@@ -67,6 +68,7 @@ class RecencySampler(Sampler):
         >>> sampler.newest = 50_000
     """
 
+    keeps_to_split = True
     _transient = frozenset({"_lock", "_weights", "_window", "_scale"})
 
     def __init__(
@@ -76,15 +78,16 @@ class RecencySampler(Sampler):
         *,
         where: str | Where | None = None,
         weight: str | None = None,
+        split: str | None = "train",
     ) -> None:
-        super().__init__(where=where, weight=weight)
+        super().__init__(where=where, weight=weight, split=split)
         self.half_life = half_life
         self.newest = newest
         self._begin()
 
     def _begin(self) -> None:
         self._lock = threading.Lock()
-        self._weights = WindowTree(self.filter)
+        self._weights = WindowTree(self._filter)
         self._window = Window(0, 0)
         self._scale: tuple[float | None, int] = (None, 0)  # the half-life, and the id that weighs 1
 

@@ -5,7 +5,7 @@ Used by the slice samplers. It draws no slices, and reads no rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,11 @@ from expstore.samplers.keyed_trajectories import Trajectories
 from expstore.samplers.row_trajectories import RowTrajectories
 
 if TYPE_CHECKING:
+    from expstore.samplers.base import Sampler
     from expstore.storages.read_view import ReadView
     from expstore.storages.run_index import Runs
+else:
+    Sampler = object
 
 NestedKey = str | tuple[str, ...]
 Span = bool | int | tuple[bool | int, bool | int]
@@ -153,8 +156,13 @@ class Slicing:
         spare = np.minimum(left, full - 1) + np.minimum(right, full - 1)
         return np.where(have > 0, have - full + 1 + spare, 0)
 
-    def windows(self, runs: Runs, batch_size: int) -> int:
+    def windows(self, runs: Runs, batch_size: int, keep: Callable[[IntArray], NDArray[np.bool_]]) -> int:
         """Return the number of positions at which a slice of such a batch can begin, in all runs together.
+
+        Args:
+            runs: The runs.
+            batch_size: Number of rows of the batch.
+            keep: Returns which runs count, given the ids of their first rows. Shapes `(n,)`.
 
         Raises:
             StateError: The batch size is not a multiple of `num_slices` or `slice_len`.
@@ -163,7 +171,9 @@ class Slicing:
         with runs.lock:
             runs.look()
             have = runs.stop - runs.first
-        return int(self.starts(have[have > 0], length).sum())
+            some = np.flatnonzero(have > 0)
+            ids = runs.ids(some, runs.first[some])
+        return int(self.starts(have[some][keep(ids)], length).sum())
 
     def place(self, have: IntArray, length: int, share: NDArray[np.float64]) -> tuple[IntArray, IntArray]:
         """Place one slice in each of some runs.
@@ -249,7 +259,7 @@ class Slicing:
         return marks
 
 
-class SlicingMembers:
+class SlicingMembers(Sampler):
     """What slice samplers have in common: settings under TorchRL's names, and the number of starts of slices.
 
     Subclasses set `slicing` and `_trajectories`.
@@ -305,7 +315,12 @@ class SlicingMembers:
 
     def sampleable(self, storage: ReadView, batch_size: int) -> int:
         """Return the number of positions at which a slice can begin; `where` is ignored."""
-        return self.slicing.windows(self._trajectories.of(storage), batch_size) if len(storage) else 0
+        if not len(storage):
+            return 0
+        self.keep_to_split(storage)
+        return self.slicing.windows(
+            self._trajectories.of(storage), batch_size, lambda ids: self._filter.find_split(storage, ids)
+        )
 
     def can_sample(self, storage: ReadView, batch_size: int) -> bool:
         """Return whether a slice can be drawn."""

@@ -86,6 +86,7 @@ class SliceSampler(SlicingMembers, Sampler):
             have the same probability.
         weight: Factor for the probability of each start of a slice, within its trajectory or in the store: a
             numeric SQL expression, at least 0; None for 1.
+        split: The split whose rows are drawn; None for the rows of all splits.
         replacement: False constructs a `SliceSamplerWithoutReplacement` with the other arguments.
         torchrl: Keywords of TorchRL's class that have no effect here: accepted at their defaults, otherwise
             refused with the reason. `trajectories` (int, `(rows,)`) and `ends` (bool, `(rows,)`) are accepted
@@ -101,6 +102,7 @@ class SliceSampler(SlicingMembers, Sampler):
         >>> rb = TensorDictReplayBuffer(storage=MemoryStorage(1000), sampler=sampler, batch_size=32)
     """
 
+    keeps_to_split = True
     counterpart = SliceSamplerWithoutReplacement
     windowed = True
     _transient = frozenset({"_weights", "_candidates"})
@@ -122,10 +124,11 @@ class SliceSampler(SlicingMembers, Sampler):
         by: Weighting = "trajectory",
         where: str | Where | None = None,
         weight: str | None = None,
+        split: str | None = "train",
         **torchrl: Any,
     ) -> None:
         check_keywords(self, torchrl, SLICES)
-        super().__init__(where=where, weight=weight)
+        super().__init__(where=where, weight=weight, split=split)
         if by not in ("trajectory", "start"):
             raise ArgumentError(f"by must be 'trajectory' or 'start', got {by!r}")
         self.slicing = Slicing.of(
@@ -143,8 +146,7 @@ class SliceSampler(SlicingMembers, Sampler):
 
     def _begin(self) -> None:
         self._weights = RunWeights()
-        filter = self.filter
-        self._candidates = None if filter is None else Candidates(filter, alike=self.by == "trajectory")
+        self._candidates = Candidates(self._filter, alike=self.by == "trajectory")
 
     def attach(self, storage: ReadView) -> None:
         """Attach the sampler to a storage, and follow the storage's episodes.
@@ -172,7 +174,7 @@ class SliceSampler(SlicingMembers, Sampler):
 
     def _choose_rows(
         self, storage: ReadView, length: int, count: int, generator: np.random.Generator
-    ) -> tuple[IntArray, IntArray, bool, int]:
+    ) -> tuple[IntArray, IntArray, bool, float]:
         """Choose slices.
 
         Returns:
@@ -205,13 +207,23 @@ class SliceSampler(SlicingMembers, Sampler):
         """Choose slices whose first rows match the filter; return None if there is no such row."""
         slicing = self.slicing
         length, count = slicing.sizes(batch_size)
+        found = self._choose_matching(storage, length, count, generator)
+        if found is None:
+            return None
+        ids, lengths, padded, total = found
+        mass = Mass(total, len(storage), unit=length)
+        return slicing.selection(ids, lengths, length=length, asked=batch_size, padded=padded, mass=mass)
+
+    def _choose_matching(
+        self, storage: ReadView, length: int, count: int, generator: np.random.Generator
+    ) -> tuple[IntArray, IntArray, bool, float] | None:
+        """Choose slices whose first rows match, as `_choose_rows` does; None without such rows."""
+        slicing = self.slicing
         slicing.slack(length)
         runs = self._trajectories.of(storage)
         candidates = self._candidates
         with runs.lock:
             runs.look()
-            if candidates is None:
-                return None
             tree = candidates.catch_up(storage, runs, slicing, length)
             total = tree.total
             if not total > 0:
@@ -222,8 +234,7 @@ class SliceSampler(SlicingMembers, Sampler):
             )
             ids = runs.rows(chosen, runs.first[chosen] + begins, lengths)
             padded = slicing.pad_output and bool((_lengths(runs) < length).any())
-        mass = Mass(total, len(storage), unit=length)
-        return slicing.selection(ids, lengths, length=length, asked=batch_size, padded=padded, mass=mass)
+        return ids, lengths, padded, total
 
     def mass(self, storage: ReadView, batch_size: int) -> Mass:
         """Return the number of trajectories, or of starts of slices, or the sum of the weights of starts.
@@ -241,7 +252,7 @@ class SliceSampler(SlicingMembers, Sampler):
         def weigh() -> Mass:
             runs, candidates = self._trajectories.of(storage), self._candidates
             with runs.lock:
-                if candidates is None:
+                if self.filter is None:
                     return Mass(int(self._find_runs(runs, length).total), len(storage), unit=length)
                 runs.look()
                 tree = candidates.catch_up(storage, runs, self.slicing, length)

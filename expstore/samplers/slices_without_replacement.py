@@ -62,6 +62,7 @@ class SliceSamplerWithoutReplacement(SlicingMembers, SamplerWithoutReplacement):
             `Where`; None for all rows. A pass covers the trajectories in which a slice may begin, and a new
             pass begins when their number changes.
         weight: Not supported, because every trajectory is drawn once per pass.
+        split: The split whose rows are drawn; None for the rows of all splits.
         torchrl: Keywords of TorchRL's class that have no effect here: accepted at their defaults, otherwise
             refused with the reason. `trajectories` (int, `(rows,)`) and `ends` (bool, `(rows,)`) are accepted
             if they say the same as the store's episodes, which the first draw checks.
@@ -78,6 +79,7 @@ class SliceSamplerWithoutReplacement(SlicingMembers, SamplerWithoutReplacement):
 
     without_replacement = True
     windowed = True
+    keeps_to_split = True
     _kind = 3
     _transient = SamplerWithoutReplacement._transient | {"_weights", "_candidates", "_tree"}
 
@@ -97,10 +99,11 @@ class SliceSamplerWithoutReplacement(SlicingMembers, SamplerWithoutReplacement):
         shuffle: bool = True,
         where: str | Where | None = None,
         weight: str | None = None,
+        split: str | None = "train",
         **torchrl: Any,
     ) -> None:
         check_keywords(self, torchrl, SLICES_WITHOUT_REPLACEMENT)
-        super().__init__(drop_last, shuffle, where=where, weight=weight)
+        super().__init__(drop_last, shuffle, where=where, weight=weight, split=split)
         self.slicing = Slicing.of(
             num_slices=num_slices,
             slice_len=slice_len,
@@ -115,8 +118,7 @@ class SliceSamplerWithoutReplacement(SlicingMembers, SamplerWithoutReplacement):
     def _begin(self) -> None:
         super()._begin()
         self._weights = RunWeights()
-        filter = self.filter
-        self._candidates = None if filter is None else Candidates(filter, alike=True)
+        self._candidates = Candidates(self._filter, alike=True)
 
     def select(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose a slice of each of the next trajectories of the pass.
@@ -173,9 +175,10 @@ class SliceSamplerWithoutReplacement(SlicingMembers, SamplerWithoutReplacement):
     def _count(self, storage: ReadView, runs: Runs, length: int) -> int:
         """Return the number of trajectories in which a slice can begin now."""
         runs.look()
-        slicing, candidates = self.slicing, self._candidates
-        if candidates is not None:
-            self._tree = candidates.catch_up(storage, runs, slicing, length)
+        slicing = self.slicing
+        self._is_filtered = self.filter is not None  # also for the choice of slices
+        if self._is_filtered:
+            self._tree = self._candidates.catch_up(storage, runs, slicing, length)
             return int(self._tree.total)
 
         def weigh(have: IntArray) -> Any:
@@ -193,13 +196,13 @@ class SliceSamplerWithoutReplacement(SlicingMembers, SamplerWithoutReplacement):
         asked: int,
         generator: np.random.Generator,
     ) -> Selection:
-        slicing, candidates = self.slicing, self._candidates
+        slicing = self.slicing
         chosen, _ = self._tree.find(places.astype(np.float64) + 0.5)
         first = runs.first[chosen]
-        if candidates is None:
+        if not self._is_filtered:
             begins, lengths = slicing.place(runs.stop[chosen] - first, length, generator.random(chosen.size))
         else:
-            begins, lengths = candidates.place(
+            begins, lengths = self._candidates.place(
                 storage, runs, slicing, length, chosen=chosen, shares=generator.random((2, chosen.size))
             )
         ids = runs.rows(chosen, first + begins, lengths)

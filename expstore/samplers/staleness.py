@@ -222,6 +222,7 @@ class StalenessAwareSampler(Sampler):
         where: Which rows are drawn: a boolean SQL expression over a row and its `episode`, or a `Where`; None
             for all rows.
         weight: Factor for the weight of each row: a numeric SQL expression, at least 0; None for 1.
+        split: The split whose rows are drawn; None for the rows of all splits.
 
     Raises:
         ArgumentError: `max_staleness` is below -1.
@@ -233,6 +234,7 @@ class StalenessAwareSampler(Sampler):
         >>> sampler.consumer_version = 3
     """
 
+    keeps_to_split = True
     _transient = frozenset({"_told", "_storage", "_known", "_cached", "_masses"})
 
     def __init__(
@@ -243,8 +245,9 @@ class StalenessAwareSampler(Sampler):
         *,
         where: str | Where | None = None,
         weight: str | None = None,
+        split: str | None = "train",
     ) -> None:
-        super().__init__(where=where, weight=weight)
+        super().__init__(where=where, weight=weight, split=split)
         self.max_staleness = max_staleness
         self._version_key = to_key(version_key)
         self._weight_fn = staleness_weight_fn

@@ -56,6 +56,7 @@ class StreamingSliceSampler(SliceSampler):
         span: How many steps a slice may lack on its left and on its right, because it extends beyond its
             trajectory: a number, False for none, True for all but one, or a pair of these. New slices never
             lack steps.
+        split: The split whose rows are drawn; None for the rows of all splits.
         torchrl: Keywords of TorchRL's class that have no effect here: accepted at their defaults, otherwise
             refused with the reason.
 
@@ -68,6 +69,7 @@ class StreamingSliceSampler(SliceSampler):
         >>> rb = TensorDictReplayBuffer(storage=MemoryStorage(1000), sampler=sampler, batch_size=32)
     """
 
+    keeps_to_split = True
     leases = True
     #: First number of its progress, which identifies the class of sampler.
     _kind = 4
@@ -85,6 +87,7 @@ class StreamingSliceSampler(SliceSampler):
         strict_length: bool = True,
         pad_output: bool = False,
         span: Span = False,
+        split: str | None = "train",
         **torchrl: Any,
     ) -> None:
         check_keywords(self, torchrl, STREAMING_SLICES)
@@ -102,6 +105,7 @@ class StreamingSliceSampler(SliceSampler):
             strict_length=strict_length,
             pad_output=pad_output,
             span=span,
+            split=split,
         )
         self._mark = self._handed = 0
 
@@ -141,6 +145,8 @@ class StreamingSliceSampler(SliceSampler):
         """
         length, count = self.slicing.sizes(batch_size)
         with self._own:
+            if self.filter is not None:
+                self.filter.look(storage)
             fresh, after = self._fresh(storage, length, count, self._mark, storage.window.last)
             before, self._mark = self._mark, after
         return self._fill_up(storage, fresh, batch_size, generator, (self._kind, after, before))
@@ -157,7 +163,10 @@ class StreamingSliceSampler(SliceSampler):
         length, count = self.slicing.sizes(batch_size)
         ids, lengths, padded = fresh.reshape(-1), np.full(len(fresh), length), False
         if len(fresh) < count:
-            more, others, padded, _ = self._choose_rows(storage, length, count - len(fresh), generator)
+            choose = self._choose_rows if self.filter is None else self._choose_matching
+            if (chosen := choose(storage, length, count - len(fresh), generator)) is None:
+                raise self.build_no_rows_error(storage)
+            more, others, padded, _ = chosen
             ids, lengths = np.concatenate([ids, more]), np.concatenate([lengths, others])
         found = self.slicing.selection(ids, lengths, length=length, asked=batch_size, padded=padded)
         return replace(found, progress=progress)
@@ -167,20 +176,24 @@ class StreamingSliceSampler(SliceSampler):
 
         The slices have shape `(n, length)`, with n at most `count`.
         """
-        runs = self._trajectories.of(storage)
+        runs, filter = self._trajectories.of(storage), self.filter
+        if filter is not None:
+            end = min(end, filter.readable(storage).last)
         found: list[IntArray] = [np.empty((0, length), np.int64)]
         start, have = max(mark, storage.window.low) + 1, 0
         with runs.lock:
             end = min(end, runs.look().last)
             while start <= end and have < count:
                 ids = np.arange(start, min(start + tuning.SLICE_SEARCH_ROWS, end + 1))
+                start = int(ids[-1]) + 1
+                if filter is not None:
+                    ids = ids[filter.masses_of(storage, ids) > 0]
                 run, step = self._find_complete(storage, runs, ids, length)
                 whole = (run >= 0) & (step - length + 1 >= runs.first[np.maximum(run, 0)])
                 run, begins = run[whole][: count - have], step[whole][: count - have] - length + 1
                 rows = runs.rows(run, begins, np.full(run.size, length)).reshape(-1, length)
                 found.append(rows)
                 have += len(rows)
-                start = int(ids[-1]) + 1
         slices = np.concatenate(found)
         return slices, int(slices[-1, -1]) if have == count else max(mark, end)
 

@@ -96,6 +96,8 @@ class AdaptedSampler(Sampler):
 
     def __init__(self, sampler: Any) -> None:
         super().__init__()
+        if isinstance(sampler, Sampler):
+            self._filter.split = sampler._filter.split
         self.sampler = sampler
         self._ran_out = False
         self._begin()

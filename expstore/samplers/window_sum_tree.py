@@ -41,7 +41,8 @@ class WindowTree:
     rows.
 
     Args:
-        filter: Its masses are factors of the weights; rows that it has not evaluated yet are left out.
+        filter: If it is active, its masses are factors of the weights, and rows that it has not evaluated yet
+            are left out.
 
     Example:
         >>> from expstore.samplers.window_sum_tree import WindowTree
@@ -51,13 +52,17 @@ class WindowTree:
     """
 
     def __init__(self, filter: Filter | None = None) -> None:
-        self._filter = filter
+        self._given = filter
         #: None if it must be built.
         self.tree: SumTree | None = None
         #: The rows in the tree.
         self.window = Window(0, 0)
         self.deleted = -1
         self._version = 0
+
+    @property
+    def _filter(self) -> Filter | None:
+        return self._given if self._given is not None and self._given.is_active else None
 
     def drop(self) -> None:
         """Forget all weights."""
@@ -81,25 +86,32 @@ class WindowTree:
         filter = self._filter
         if filter is None:
             window = storage.window
-            return self._follow(storage, window if narrow is None else narrow(window), weigh)
+            return self._follow(storage, window if narrow is None else narrow(window), weigh, None)
         with filter.lock:
             moved, self._version = filter.find_moved(self._version), filter.version
             if moved is None:
                 self.drop()
             readable = filter.readable(storage)
             window = readable if narrow is None else narrow(readable)
-            return self._follow(storage, window, weigh, moved)
+            return self._follow(storage, window, weigh, filter, moved)
 
-    def _weigh(self, storage: ReadView, window: Window, places: IntArray, weigh: Weigh) -> Array:
+    def _weigh(
+        self, storage: ReadView, window: Window, places: IntArray, weigh: Weigh, filter: Filter | None
+    ) -> Array:
         """Return the weights of places, which `window` gives to rows. Shapes `(n,)`."""
         slots = places
         if storage.description.window_rows is not None:
             slots = storage.geometry.slot_of(storage.description.window_ring.ids_in(places, window.last))
         weights = weigh(slots)
-        return weights if self._filter is None else weights * self._filter.masses[places]
+        return weights if filter is None else weights * filter.masses[places]
 
     def _follow(
-        self, storage: ReadView, window: Window, weigh: Weigh, moved: IntArray | None = None
+        self,
+        storage: ReadView,
+        window: Window,
+        weigh: Weigh,
+        filter: Filter | None,
+        moved: IntArray | None = None,
     ) -> SumTree:
         tree, readable, deleted = self.tree, self.window, storage.epochs.deleted
         changed = moved is not None and moved.size > 0
@@ -115,7 +127,7 @@ class WindowTree:
             tree = new_sum_tree(size)
             places = ring.slot_of(window.ids())
             weights = np.zeros(tree.size)
-            weights[places] = self._weigh(storage, window, places, weigh)
+            weights[places] = self._weigh(storage, window, places, weigh, filter)
             tree.fill(weights)
         else:
             tree.grow(size)
@@ -124,7 +136,7 @@ class WindowTree:
             new = ring.slot_of(np.arange(readable.last + 1, window.last + 1))
             if changed and moved is not None:
                 new = np.concatenate([new, moved[window.holds(ring.ids_in(moved, window.last))]])
-            tree.set(new, self._weigh(storage, window, new, weigh))
+            tree.set(new, self._weigh(storage, window, new, weigh, filter))
         self.tree, self.deleted, self.window = tree, deleted, window
         return tree
 
@@ -140,8 +152,8 @@ class WindowTree:
             places = places[places < tree.size]
             places = places[window.holds(storage.geometry.ids_in(places, window.last))]
         if filter is None:
-            tree.set(places, self._weigh(storage, window, places, weigh))
+            tree.set(places, self._weigh(storage, window, places, weigh, None))
             return
         with filter.lock:
             places = places[places < filter.masses.size]
-            tree.set(places, self._weigh(storage, window, places, weigh))
+            tree.set(places, self._weigh(storage, window, places, weigh, filter))

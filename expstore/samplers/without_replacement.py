@@ -58,6 +58,7 @@ class SamplerWithoutReplacement(Sampler):
         where: Which rows are drawn: a boolean SQL expression over a row and its `episode`, or a `Where`; None
             for all rows.
         weight: Not supported, because every row is drawn once per pass.
+        split: The split whose rows are drawn; None for the rows of all splits.
 
     Raises:
         ArgumentError: A weight was given.
@@ -72,6 +73,7 @@ class SamplerWithoutReplacement(Sampler):
         [4, 4, 2]
     """
 
+    keeps_to_split = True
     without_replacement = True
     leases = True
     fits_tokens = True
@@ -86,9 +88,10 @@ class SamplerWithoutReplacement(Sampler):
         *,
         where: str | Where | None = None,
         weight: str | None = None,
+        split: str | None = "train",
     ) -> None:
         refuse_weight(self, where, weight, "every row comes once per pass")
-        super().__init__(where=where)
+        super().__init__(where=where, split=split)
         self.drop_last = drop_last
         self.shuffle = shuffle
         self._key: tuple[int, int] | None = None  # key of the pass; None if unknown after a restart
@@ -172,6 +175,7 @@ class SamplerWithoutReplacement(Sampler):
             storage: The storage with the rows.
             batch_size: Number of rows of the batch; it does not matter here.
         """
+        self.keep_to_split(storage)
         with self._lock:
             return self._build_mass(len(storage))
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from expstore.core.nearest import suggest
 from expstore.core.values import Array, IntArray, key_name
+from expstore.episodes.annotations import split_of
 from expstore.episodes.log import LogEntry
 from expstore.episodes.segmentation import OPEN
 from expstore.episodes.table import STATUS
@@ -43,6 +44,7 @@ FACTS = (
     "length",
     "return",
     "status",
+    "split",
     "info",
 )
 #: Columns that change while the row itself does not, without notification. Conditions may not use them.
@@ -485,6 +487,7 @@ _FACT_KINDS = {
     "length": pa.int64(),
     "return": pa.float64(),
     "status": pa.string(),
+    "split": pa.string(),
     "info": pa.string(),
 }
 
@@ -505,6 +508,7 @@ def table_of_facts(names: Sequence[str], entries: Sequence[LogEntry], more: Any)
         "length": lambda entry: entry.length,
         "return": lambda entry: entry.ret,
         "status": lambda entry: STATUS[entry.status],
+        "split": lambda entry: split_of(entry.text),
         "info": lambda entry: entry.text or None,
     }
     table = pa.table({name: pa.array(map(read[name], entries), _FACT_KINDS[name]) for name in names})

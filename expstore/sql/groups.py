@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from expstore.core.id_set import NO_IDS
 from expstore.core.values import IntArray
-from expstore.episodes.annotations import GROUP, merge_info
+from expstore.episodes.annotations import GROUP, TRAIN, merge_info, split_of
 from expstore.episodes.sessions import SessionKey
 from expstore.errors import NotFoundError, QueryError, StateError
 from expstore.sql.index import CONFIG
@@ -102,18 +102,19 @@ class Place(NamedTuple):
 
 
 class Group:
-    """Episodes with the same key value.
+    """Episodes of a split with the same key value.
 
     Args:
         id: Id of its first episode.
         key: The value.
+        split: The split of all of them.
         place: Where it was started; None: it was not, or by a process that has ended.
     """
 
-    __slots__ = ("end", "id", "key", "lost", "members", "oldest", "place", "reason", "status")
+    __slots__ = ("end", "id", "key", "lost", "members", "oldest", "place", "reason", "split", "status")
 
-    def __init__(self, id: int, key: int | str, place: Place | None = None) -> None:
-        self.id, self.key, self.place = id, key, place
+    def __init__(self, id: int, key: int | str, split: str, place: Place | None = None) -> None:
+        self.id, self.key, self.split, self.place = id, key, split, place
         self.members: dict[int, Member] = {}
         #: How it was closed or discarded; None: it was not.
         self.end: dict[str, Any] | None = None
@@ -159,6 +160,7 @@ class Group:
         return {
             "group_id": self.id,
             "key": str(self.key),
+            "split": self.split,
             "status": self.status,
             "reason": self.reason or None,
             "size": len(members),
@@ -207,7 +209,7 @@ class Groups:
         self.changed: list[int] = []
         #: The newest policy version of any episode; None: no episode has one.
         self.newest_version: int | None = None
-        self._by_key: dict[int | str, list[Group]] = {}
+        self._by_key: dict[tuple[int | str, str], list[Group]] = {}
         self._ages: list[tuple[int, int]] = []
         self._table, self._seen, self._content, self._deleted = None, 0, -1, NO_IDS
 
@@ -270,7 +272,8 @@ class Groups:
         version = facts.get("version")
         if version is not None and (self.newest_version is None or version > self.newest_version):
             self.newest_version = version
-        groups = self._by_key.setdefault(facts["key"], [])
+        split = split_of(text or "")
+        groups = self._by_key.setdefault((facts["key"], split), [])
         at = bisect.bisect_right(groups, number, key=lambda group: group.id) - 1
         group = groups[at] if at >= 0 else None
         if group is not None and number not in group.members:
@@ -280,7 +283,8 @@ class Groups:
             elif not group.has_room(size):
                 group = None
         if group is None:
-            group = self.by_id[number] = Group(number, facts["key"], self.places.get(str(facts["key"])))
+            place = self.places.get(str(facts["key"])) if split == TRAIN else None
+            group = self.by_id[number] = Group(number, facts["key"], split, place)
             groups.append(group)
             self._newest_place = max(self._newest_place, _number_of(facts["key"]))
         if number == group.id and "end" in facts:
@@ -371,7 +375,7 @@ class Groups:
         """
         with self.lock:
             self.look(catalog)
-            found = self._by_key.get(number) or self._by_key.get(str(number))
+            found = self._by_key.get((number, TRAIN)) or self._by_key.get((str(number), TRAIN))
             if found is None and (place := self.places.get(str(number))) is not None:
                 if status == "complete":
                     raise StateError(

@@ -69,6 +69,7 @@ GROUPS = pa.schema(
     {
         "group_id": pa.int64(),
         "key": pa.string(),
+        "split": pa.string(),
         "status": pa.string(),
         "reason": pa.string(),
         "size": pa.int64(),

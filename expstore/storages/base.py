@@ -25,6 +25,7 @@ from expstore.core.geometry import RingGeometry, check_ndim, round_up
 from expstore.core.spare_slots import spare_slots
 from expstore.core.values import Array, IntArray, key_name
 from expstore.disk.files import Disk
+from expstore.episodes.annotations import SPLIT
 from expstore.episodes.groups import add_groups
 from expstore.episodes.log import LogEntry
 from expstore.episodes.sessions import End, Resume, SessionKey
@@ -649,6 +650,9 @@ def append_rows(
     )
     if storage.keys.group is not None:
         info = add_groups(info, storage.keys, storage.require_schema(), columns, assignment.segments)
+    if SPLIT in info:
+        table.check_split(assignment.segments, info)
+        storage.epochs.has_splits = True  # before the rows can be read
     rows = Rows(first, steps.count, columns, assignment, time, info, key)
     storage.write(rows)
     capacity = storage.geometry.capacity

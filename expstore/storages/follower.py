@@ -509,6 +509,8 @@ class FollowerStorage(ReadView):
     def _find_stored(self, view: StateView, last: int) -> Window:
         if last > max(self._known, view.retired):  # exclude ids that were never written
             self._look_further(last)
+        if view.splits:
+            self.epochs.has_splits = True
         low = view.retired
         if self.capacity is not None:
             low = max(low, last - self.capacity, view.horizon - self.capacity - self.geometry.spare)

@@ -146,7 +146,7 @@ class Epochs:
         2
     """
 
-    __slots__ = ("content", "deleted", "fields")
+    __slots__ = ("content", "deleted", "fields", "has_splits")
 
     def __init__(self) -> None:
         #: Incremented when ids may name other rows than before: after a restore, or when a journal is read
@@ -158,6 +158,9 @@ class Epochs:
         #: Schema epoch: odd while a field is added or dropped. Positions of fields are valid for one even
         #: value.
         self.fields = 0
+        #: Whether an episode of a row that can be read, or could be, is not in split "train". It is set
+        #: before the first such row can be read.
+        self.has_splits = False
 
     def note_deleted(self) -> None:
         """Record that rows were removed other than by age."""
@@ -265,13 +268,13 @@ class ReadView(ABC):
     ) -> None:
         self.path, self.disk = path, disk or Disk()
         self.locks = Locks()
+        #: Counters that tell when data derived from rows is stale.
+        self.epochs = Epochs()
         self._describe(description)
         self._adopt(RowState(draws=DrawState(order=self.locks.order)))
         #: Held by the thread that writes.
         self.lock = self.locks.storage
         self.counters = Counters()
-        #: Counters that tell when data derived from rows is stale.
-        self.epochs = Epochs()
         #: The readable steps of episodes.
         self.runs = Runs(self)
         #: Objects that are notified when the content is replaced.
@@ -290,6 +293,7 @@ class ReadView(ABC):
 
     def _adopt(self, state: RowState) -> None:
         """Replace the rows and their draws."""
+        self.epochs.has_splits |= bool(state.episodes.split_names)
         self._state, self.draws = state, state.draws
 
     def _note_closed(self) -> None:

@@ -624,7 +624,7 @@ def test_an_unknown_option_is_refused_with_the_options_of_the_wrapper(
 
     with pytest.raises(expstore.ArgumentError, match=r"Record(Vector)?\(\) got .*; use flush_steps=3"):
         wrap(flush_step=3)
-    with pytest.raises(expstore.ArgumentError, match="it has source, flush_steps, info, render, "):
+    with pytest.raises(expstore.ArgumentError, match="it has source, split, flush_steps, info, render, "):
         wrap(xyz=3)
     with pytest.raises(expstore.ArgumentError, match="use layout={'compression': 'zstd'}"):
         wrap(compression="zstd")

@@ -566,6 +566,7 @@ class Opening:
             retired=store.retired,
             last=store.last,
             draws=store.draws,
+            splits=bool(store.episodes.split_names),
         )
 
 

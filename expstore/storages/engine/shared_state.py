@@ -75,6 +75,7 @@ class SharedState:
         retired: int,
         last: int,
         draws: DrawState,
+        splits: bool,
     ) -> None:
         """Initialize the page at the end of an opening.
 
@@ -86,6 +87,7 @@ class SharedState:
             retired: Newest id that was deleted.
             last: Newest id that can be read.
             draws: The state of the draws.
+            splits: Whether an episode is not in split "train".
         """
         self.page.claim(
             bytes.fromhex(uuid),
@@ -104,6 +106,7 @@ class SharedState:
             heartbeat=time.monotonic_ns(),
             since=self._lock.owner.stamp,
             inode=self.page.inode,
+            splits=int(splits),
         )
         self.page.set_progress(draws.progress)
         self.page.end_change()
@@ -161,6 +164,10 @@ class SharedState:
         if drained:
             self.page.set("drained", last)
         self.page.set("sequence", sequence)
+
+    def note_splits(self) -> None:
+        """Show that episodes of rows that are about to be shown are not all in split "train"."""
+        self.page.set("splits", 1)
 
     def drain(self, last: int) -> None:
         """Show that the columns contain all rows up to `last`."""

@@ -286,6 +286,8 @@ class Store(Storage):
                     self.health.note_interruption()
                     raise
             # 5. Update the control page: other processes see the rows, if they are in the columns.
+            if self.epochs.has_splits:
+                self.shared.note_splits()
             self.shared.publish(write.last_id, sequence, drained=in_columns)
         except BaseException:
             self.health.note_interruption()

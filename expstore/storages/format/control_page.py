@@ -45,14 +45,16 @@ _WORDS = {
     "sampled": 20,
     "limiter": 21,
     "changed": 22,
+    "splits": 23,
 }
 #: Two places for a sampler's progress, written alternately: a count, then four words.
 _PROGRESS = (24, 32)
 #: The seal: 0, or `_MARKED` and the crc32c of all other bytes of the page.
 _SEAL = 40
 _MARKED = 0x53454144 << 32
-_GENERATION, _HORIZON, _LAST, _CHANGE, _LAYOUT, _DRAINED, _RETIRED = (
-    _WORDS[name] for name in ("generation", "horizon", "last", "change", "layout", "drained", "retired")
+_GENERATION, _HORIZON, _LAST, _CHANGE, _LAYOUT, _DRAINED, _RETIRED, _SPLITS = (
+    _WORDS[name]
+    for name in ("generation", "horizon", "last", "change", "layout", "drained", "retired", "splits")
 )
 
 
@@ -66,6 +68,7 @@ class StateView(NamedTuple):
         change: Odd while rows are changed in place.
         last: Newest id that is published, and whose bytes are in the columns.
         retired: Newest id that was removed other than by age.
+        splits: 1 if an episode is not in split "train".
     """
 
     generation: int
@@ -74,6 +77,7 @@ class StateView(NamedTuple):
     change: int
     last: int
     retired: int
+    splits: int
 
 
 class StatePage:
@@ -131,7 +135,7 @@ class StatePage:
             self._fence()
         retired, horizon, change, layout = words[_RETIRED], words[_HORIZON], words[_CHANGE], words[_LAYOUT]
         generation = words[_GENERATION] if words[0] == _MAGIC else 0
-        return StateView(generation, layout, horizon, change, min(last, drained), retired)
+        return StateView(generation, layout, horizon, change, min(last, drained), retired, words[_SPLITS])
 
     def claim(self, uuid: bytes, boot: bytes, **words: int) -> None:
         """Initialize the page for a writer."""
