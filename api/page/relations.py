@@ -81,9 +81,18 @@ _OTHERS: tuple[tuple[str, str, _Columns], ...] = (
         ("weight", "DOUBLE", "`priority_weight`; NULL: the sampler has none"),
         ("time", "TIMESTAMP", "when it was drawn (UTC)"),
     )),
+    ("annotations", "All values that annotated rows were given, the newest and the older ones.", (
+        ("id", "BIGINT", "the row"),
+        ("field", "VARCHAR", "the field"),
+        ("value", "DOUBLE[]", "the values; integers beyond 2^53 are rounded"),
+        ("author", "VARCHAR", "who has computed it: `by=`"),
+        ("time", "TIMESTAMP", "when it was written (UTC)"),
+        ("number", "BIGINT", "number of the call, ascending"),
+    )),
     ("groups", "Groups of episodes; none without `EpisodeKeys(group=)`.", (
         ("group_id", "BIGINT", "identifies the group: the id of its first episode"),
         ("key", "VARCHAR", "the value that its episodes have in common"),
+        ("split", "VARCHAR", "the split of its episodes"),
         ("status", "VARCHAR", "`open`, `complete`, `failed` or `discarded`"),
         ("reason", "VARCHAR", "why it failed or was discarded; otherwise NULL"),
         ("size", "BIGINT", "how many members it has"),

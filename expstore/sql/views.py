@@ -59,8 +59,8 @@ ANNOTATIONS = pa.schema(
         "id": pa.int64(),
         "field": pa.string(),
         "value": pa.large_list(pa.float64()),
-        "by": pa.string(),
-        "at": pa.timestamp("us"),
+        "author": pa.string(),
+        "time": pa.timestamp("us"),
         "number": pa.int64(),
     }
 )

@@ -295,7 +295,7 @@ def test_consumers_are_listed_and_dropped(client: httpx.Client) -> None:
     assert known == {
         "name": "learner", "draws": 2, "committed": 0, "first": 0, "is_open": True, "leased": 10, "world": 2,
         "damage": None,
-        "sampler": {"kind": "without_replacement", "shuffle": True, "drop_last": False},
+        "sampler": {"kind": "without_replacement", "split": "train", "shuffle": True, "drop_last": False},
     }  # fmt: skip
     assert client.delete(LEARNER).status_code == 204
     assert client.get(f"{RUN}/consumers").json() == {"consumers": []}

@@ -76,9 +76,9 @@ def check(at: Path, mode: str) -> int:
     with rb:
         last = rb.storage.stored.last
         found: dict[int, dict[tuple[int, str], list[float]]] = {}
-        relation = rb.sql('SELECT id, field, value, "by" FROM annotations').arrow().to_pylist()
+        relation = rb.sql("SELECT id, field, value, author FROM annotations").arrow().to_pylist()
         for row in relation:
-            found.setdefault(int(row["by"]), {})[row["id"], row["field"]] = row["value"]
+            found.setdefault(int(row["author"]), {})[row["id"], row["field"]] = row["value"]
         done = sorted(found.keys() - {100})
         assert done == list(range(len(done)))
         newest: dict[tuple[int, str], list[float]] = {}
@@ -195,5 +195,5 @@ def test_values_that_a_power_cut_has_taken_are_cut(
     monkeypatch.setattr(machine, "boot", boot)
     with open_buffer(copy, KillingDisk(1 << 40, serial=True, syncs=False)) as rb:
         assert len(rb) == 12
-        found = rb.sql('SELECT DISTINCT "by" FROM annotations ORDER BY ALL').fetchall()
+        found = rb.sql("SELECT DISTINCT author FROM annotations ORDER BY ALL").fetchall()
         assert found == [(str(call),) for call in range(calls)]

@@ -8,6 +8,7 @@ each row. A row that has no value reads as NaN, 0, False, or as a list of length
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -478,6 +479,7 @@ class AnnotationLog(AnnotationReader, Checkpointed):
         self._newest: dict[int, int] = {}  # the newest id in each file
         self._begun = self._low = 0  # the address that the newest checkpoint covers, and its `low`
         self._is_new = self._has_failed = False
+        self._full: deque[File] = deque()  # a checkpoint may be syncing them
 
     def _follow(self) -> None:
         """Do nothing: only this object appends."""
@@ -542,9 +544,10 @@ class AnnotationLog(AnnotationReader, Checkpointed):
         """
         packed, body = pack(self.number + 1, time, by, ids, parts, declared)
         if self.end & _OFFSET >= FILE_BYTES:
-            self._open().sync()  # only the newest file may have a record that is not whole
-            super().close()
-            self._end = ((self.end >> FILE_SHIFT) + 1) << FILE_SHIFT
+            full = self._open()
+            full.sync()  # only the newest file may have a record that is not whole
+            self._full.append(full)
+            self._file, self._end = None, ((self.end >> FILE_SHIFT) + 1) << FILE_SHIFT
         file, at = self._open(), self.end & _OFFSET
         if self._has_failed:
             file.truncate(at)  # what is left of the failed record must not look like a later one
@@ -594,7 +597,17 @@ class AnnotationLog(AnnotationReader, Checkpointed):
     def begin(self, checkpoint: Checkpoint) -> Dirty:
         """Return the file if it has records that no checkpoint covers, and the folders with new names."""
         self._low = checkpoint.low
+        self._close_full()
         return self._take_dirty()
+
+    def _close_full(self) -> None:
+        while self._full:
+            self._full.popleft().close()
+
+    def close(self) -> None:
+        """Close the files; a map is removed with the last array over it."""
+        self._close_full()
+        super().close()
 
     def abort(self, dirty: Dirty) -> None:
         """Mark the file and its name as unsynced again."""

@@ -81,7 +81,9 @@ def test_the_newest_value_is_in_batches_rows_and_sql(store: Any) -> None:
 def test_the_relation_has_older_values_too(store: Any) -> None:
     store.annotate([2, 5], {"advantage": [0.5, -1.0]}, by="one")
     store.annotate([5], {"advantage": [2.0], "label": [[1, 2, 3]]})
-    found = table(store, 'SELECT id, field, value, "by", number FROM annotations ORDER BY number, field, id')
+    found = table(
+        store, "SELECT id, field, value, author, number FROM annotations ORDER BY number, field, id"
+    )
     numbers = [row[4] for row in found]
     assert [row[:4] for row in found] == [
         (2, "advantage", [0.5], "one"),
@@ -90,7 +92,7 @@ def test_the_relation_has_older_values_too(store: Any) -> None:
         (5, "label", [1.0, 2.0, 3.0], None),
     ]
     assert numbers == sorted(numbers)
-    assert table(store, 'SELECT count(value) FROM annotations WHERE "at" <= now()::TIMESTAMP') == [(4,)]
+    assert table(store, "SELECT count(value) FROM annotations WHERE time <= now()::TIMESTAMP") == [(4,)]
 
 
 @pytest.mark.guarantee("rows/annotations")
@@ -257,6 +259,26 @@ def test_files_are_removed_once_their_rows_are_gone(tmp_path: Path, monkeypatch:
         assert table(rb, "SELECT value FROM annotations ORDER BY number") == [([last - 500.0],), ([1.0],)]
 
 
+def test_a_file_that_is_full_stays_open_while_it_is_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(annotated, "FILE_BYTES", 500)
+    monkeypatch.setattr(annotation_log, "FILE_BYTES", 500)
+    with expstore.open(tmp_path / "a.exp", batch_size=2) as rb:
+        rb.extend(rows(4))
+        rb.annotate([1], {"score": [1.0]})
+
+        def prepare(*_: object) -> None:
+            monkeypatch.undo()
+            monkeypatch.setattr(annotated, "FILE_BYTES", 500)
+            for number in range(20):
+                rb.annotate([2], {"score": [float(number)]})
+
+        monkeypatch.setattr(annotated.AnnotationLog, "prepare", prepare)
+        rb.flush()
+        assert rb[1]["score"] == 19
+
+
 @pytest.mark.guarantee("keep/annotations")
 def test_they_leave_with_deleted_rows(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "a.exp", batch_size=2) as rb:
@@ -314,7 +336,7 @@ def test_a_restore_renames_their_rows(tmp_path: Path) -> None:
         assert values(rb, "SELECT _id, score FROM transitions")[ids[1]] == 5.0
     with expstore.open(path) as rb:
         assert values(rb, "SELECT _id, score FROM transitions")[ids[1]] == 5.0
-        assert table(rb, 'SELECT DISTINCT "by" FROM annotations ORDER BY 1') == [("old",), (None,)]
+        assert table(rb, "SELECT DISTINCT author FROM annotations ORDER BY 1") == [("old",), (None,)]
 
 
 @pytest.mark.guarantee("version/annotations")
@@ -349,7 +371,7 @@ def test_they_survive_a_change_of_the_capacity_and_a_merge(tmp_path: Path) -> No
     with expstore.open(tmp_path / "c.exp", batch_size=2) as rb:
         expected = {2: 7.0, 5: 2.0, 10: 7.0}
         assert values(rb) == {id: expected.get(id) for id in range(1, 12)}
-        assert table(rb, 'SELECT id, "by" FROM annotations ORDER BY id') == [(2, "a"), (5, "b"), (10, "b")]
+        assert table(rb, "SELECT id, author FROM annotations ORDER BY id") == [(2, "a"), (5, "b"), (10, "b")]
 
 
 def test_a_store_is_opened_again_with_the_schema_of_its_rows(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_rows_go_to_the_place_of_their_source_and_are_found_there(stores: MixedS
 
 
 def test_samplers_are_named_everywhere(rest: MixedStores) -> None:
-    whole = {"kind": "without_replacement", "shuffle": True, "drop_last": False}
+    whole = {"kind": "without_replacement", "split": "train", "shuffle": True, "drop_last": False}
     with rest.connect() as rb:
         for _ in range(2):
             rb.name_sampler("pass", {"kind": "without_replacement"}, where="even")

@@ -246,7 +246,7 @@ def test_rows_episodes_and_queries_agree_with_what_was_appended(place: Place) ->
 
 # -- named samplers --------------------------------------------------------------------------------
 
-PASSES = {"kind": "without_replacement", "shuffle": True, "drop_last": False}
+PASSES = {"kind": "without_replacement", "split": "train", "shuffle": True, "drop_last": False}
 
 
 def test_samplers_have_names(place: Place) -> None:
