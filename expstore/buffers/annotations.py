@@ -179,7 +179,13 @@ def _split(key: Key, passed: Any) -> _Given:
     if isinstance(passed, torch.Tensor) and passed.is_nested:
         passed = list(passed.detach().cpu().unbind())
     elif type(passed).__module__.startswith("pyarrow"):
-        passed = [np.asarray(row.as_py()) for row in passed] if len(passed) else []
+        is_list = hasattr(passed.type, "value_type")
+        if passed.null_count or (is_list and passed.flatten().null_count):
+            raise SchemaError(f"field {name!r}: values are null", hint="leave out the ids of these rows")
+        if is_list:
+            passed = [row.values.to_numpy(zero_copy_only=False) for row in passed]
+        else:
+            passed = np.array(passed.to_numpy(zero_copy_only=False))  # torch warns of read-only memory
     if isinstance(passed, torch.Tensor | np.ndarray):
         if not passed.ndim:
             raise SchemaError(f"field {name!r}: got one number", hint="give a value for each id")
@@ -246,9 +252,7 @@ def _fit(entry: Field, given: _Given) -> Part:
     if array.shape[1:] != entry.shape:
         raise SchemaError(
             f"field {name!r} is {entry}: got rows of shape {list(array.shape[1:])}",
-            hint=f"give an array of shape [{len(array)}, {', '.join(map(str, entry.shape))}]".replace(
-                ", ]", "]"
-            ),
+            hint=f"give an array of shape {[len(array), *entry.shape]}",
         )
     return Part(entry.key, item.dtype, entry.shape, array)
 

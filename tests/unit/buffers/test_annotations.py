@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from tensordict import TensorDict
@@ -257,6 +258,23 @@ def test_files_are_removed_once_their_rows_are_gone(tmp_path: Path, monkeypatch:
         assert found == dict.fromkeys(range(last - 3, last)) | {last: last - 500.0}
         rb.annotate([last], {"score": [1.0]})
         assert table(rb, "SELECT value FROM annotations ORDER BY number") == [([last - 500.0],), ([1.0],)]
+
+
+def test_arrow_arrays_keep_their_dtypes(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "a.exp", batch_size=2, layout="arrow") as rb:
+        rb.extend(rows(2))
+        scores = pa.chunked_array([pa.array([1], pa.int16()), pa.array([2], pa.int16())])
+        logprobs = pa.array([[0.5, 1.5], []], pa.list_(pa.float32()))
+        rb.annotate([1, 2], {"score": scores, "logprobs": logprobs, "good": pa.array([True, False])})
+        types = {str(entry.key[0]): str(entry) for entry in rb.storage.require_schema().fields}
+        assert types["score"].endswith("int16[]")
+        assert types["logprobs"].endswith("float32[?]")
+        assert table(rb, "SELECT score, logprobs, good FROM transitions ORDER BY _id") == [
+            (1, [0.5, 1.5], True), (2, [], False),
+        ]  # fmt: skip
+        for wrong in (pa.array([1, None], pa.int16()), pa.array([[0.5, None], []], pa.list_(pa.float32()))):
+            with pytest.raises(SchemaError, match="null"):
+                rb.annotate([1, 2], {"score" if wrong.null_count else "logprobs": wrong})
 
 
 def test_a_file_that_is_full_stays_open_while_it_is_synced(
