@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from expstore.buffers.groups import Groups
-from expstore.episodes.annotations import merge_info, pack_info
+from expstore.episodes.facts import merge_info, pack_info
 from expstore.episodes.sessions import SessionKey
 from expstore.errors import SchemaError, StateError
 from expstore.storages.episode_lookup import check_episode

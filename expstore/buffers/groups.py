@@ -142,7 +142,11 @@ class Groups:
         """
         from expstore.sql.views import select_rows
 
-        sql = select_rows("groups", "group_id", where, order_by, limit)
+        return self._query(select_rows("groups", "group_id", where, order_by, limit), params, limit)
+
+    def _query(
+        self, sql: str, params: Sequence[object] | Mapping[str, object] | None, limit: int | None
+    ) -> Result:
         return self._store.catalog.query(sql, params)
 
     def start(

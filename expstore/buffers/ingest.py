@@ -27,7 +27,7 @@ from expstore.data.batch import Batch, Intake, Layout, StepReader, batch_of, is_
 from expstore.data.containers import is_tree, take
 from expstore.data.mappings import take_mapping
 from expstore.data.row_cells import Cells, compile_put, compile_put_tensordict, nest
-from expstore.episodes.annotations import pack_info, source_of_split
+from expstore.episodes.facts import pack_info, source_of_split
 from expstore.episodes.segmentation import RunReader
 from expstore.errors import ArgumentError, SchemaError, StateError
 from expstore.rate_limiters import RateLimiter

@@ -20,7 +20,7 @@ from expstore.core.tables import elide
 from expstore.core.values import Array, IntArray, Key, key_name
 from expstore.data.batch import Batch
 from expstore.data.row_cells import Cells, compile_put
-from expstore.episodes.annotations import merge_info, pack_info, source_of_split
+from expstore.episodes.facts import merge_info, pack_info, source_of_split
 from expstore.episodes.segmentation import RunReader
 from expstore.episodes.sources import lane_names
 from expstore.errors import (

@@ -471,10 +471,9 @@ class ShardedReplayBuffer(ServedBuffer[tuple[int, int]]):
         Raises:
             RemoteError: Always (kind "local_only").
         """
-        raise RemoteError(
-            "consumer is not available for several shards together", kind="local_only",
-            hint="connect() to one store; state_dict() keeps the place of draws from several",
-        )  # fmt: skip
+        raise _build_local_error(
+            "consumer", "connect() to one store; state_dict() keeps the place of draws from several"
+        )
 
     @property
     def consumers(self) -> NoReturn:
@@ -483,10 +482,7 @@ class ShardedReplayBuffer(ServedBuffer[tuple[int, int]]):
         Raises:
             RemoteError: Always (kind "local_only").
         """
-        raise RemoteError(
-            "consumers is not available for several shards together", kind="local_only",
-            hint="connect() to each store",
-        )  # fmt: skip
+        raise _build_local_error("consumers", "connect() to each store")
 
     @property
     def groups(self) -> NoReturn:
@@ -495,10 +491,7 @@ class ShardedReplayBuffer(ServedBuffer[tuple[int, int]]):
         Raises:
             RemoteError: Always (kind "local_only").
         """
-        raise RemoteError(
-            "groups is not available for several shards together", kind="local_only",
-            hint="use sql(): FROM groups; or connect() to each store",
-        )  # fmt: skip
+        raise _build_local_error("groups", "use sql(): FROM groups; or connect() to each store")
 
     @property
     def snapshots(self) -> NoReturn:
@@ -507,10 +500,9 @@ class ShardedReplayBuffer(ServedBuffer[tuple[int, int]]):
         Raises:
             RemoteError: Always (kind "local_only").
         """
-        raise RemoteError(
-            "snapshots is not available for several shards together", kind="local_only",
-            hint="use dumps(path) and loads(path), or the versions of each: rb.shards[0].snapshots",
-        )  # fmt: skip
+        raise _build_local_error(
+            "snapshots", "use dumps(path) and loads(path), or the versions of each: rb.shards[0].snapshots"
+        )
 
     def dumps(self, path: str | PathLike[str]) -> ClusterVersion:
         """Make a version of every shard, and write to a local folder which versions belong together.
@@ -758,3 +750,7 @@ def _with_pairs(rows: TensorDict, number: int) -> TensorDict:
     if ids is not None:
         rows.set("id", _pair(number, ids))
     return rows
+
+
+def _build_local_error(name: str, hint: str) -> RemoteError:
+    return RemoteError(f"{name} is not available for several shards together", kind="local_only", hint=hint)

@@ -23,7 +23,7 @@ from expstore.collectors.progress import Progress
 from expstore.collectors.space_fields import check_mode
 from expstore.collectors.workers import Workers
 from expstore.core.arguments import check_whole
-from expstore.episodes.annotations import pack_info, source_of_split
+from expstore.episodes.facts import pack_info, source_of_split
 from expstore.errors import ArgumentError, StateError
 from expstore.exchange.base import show_progress
 

@@ -30,7 +30,7 @@ from expstore.collectors.space_fields import (
     read_values,
 )
 from expstore.core.values import Array, IntArray, Key, key_name
-from expstore.episodes.annotations import source_of_split
+from expstore.episodes.facts import source_of_split
 from expstore.errors import ArgumentError, ExpStoreError, SchemaError, StateError
 from expstore.specs import TensorSpec
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from expstore.core.values import Array, key_name
-from expstore.episodes.annotations import GROUP
+from expstore.episodes.facts import GROUP
 from expstore.episodes.segmentation import NEW
 from expstore.episodes.table import Segment
 from expstore.errors import SchemaError

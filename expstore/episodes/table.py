@@ -23,7 +23,7 @@ import numpy as np
 from expstore.core import tuning
 from expstore.core.id_set import IdSet
 from expstore.core.values import Array, IntArray
-from expstore.episodes.annotations import SPLIT, TRAIN, merge_info, split_groups, split_of
+from expstore.episodes.facts import SPLIT, TRAIN, merge_info, split_groups, split_of
 from expstore.episodes.fragments import CapturedFragments, Fragments, cut_out, find_fragments, last_ids
 from expstore.episodes.log import Episode, LogEntry
 from expstore.episodes.segmentation import (

@@ -23,7 +23,7 @@ from expstore.core.parsing import INVALID
 from expstore.core.values import Array, IntArray, Key, key_name
 from expstore.disk.atomic_build import build_atomically
 from expstore.disk.files import Disk
-from expstore.episodes.annotations import drop_end
+from expstore.episodes.facts import drop_end
 from expstore.episodes.fragments import find_fragments
 from expstore.episodes.segmentation import (
     HAS_TRAJECTORY,

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from expstore.core.bfloat16 import narrow_to_bfloat16, widen_bfloat16
 from expstore.core.values import Array, IntArray, Key, key_name
-from expstore.episodes.annotations import pack_info
+from expstore.episodes.facts import pack_info
 from expstore.episodes.segmentation import OPEN, RowFacts, to_trajectory_ids
 from expstore.errors import SchemaError
 from expstore.exchange.fill import Facts, NumberedRows, parse_field

@@ -25,7 +25,7 @@ from expstore.core.values import Array, IntArray, key_name
 from expstore.disk.files import Disk, ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.disk.source_links import check_links
-from expstore.episodes.annotations import SPLIT, pack_info
+from expstore.episodes.facts import SPLIT, pack_info
 from expstore.episodes.segmentation import OPEN
 from expstore.episodes.table import STATUS
 from expstore.errors import ArgumentError, NotFoundError, SchemaError, StorageError

@@ -27,7 +27,7 @@ from expstore.core.values import IntArray
 from expstore.data.batch import Layout, tensordict_of
 from expstore.data.mappings import take_mapping
 from expstore.data.to_arrays import to_array, to_arrays
-from expstore.episodes.annotations import pack_info
+from expstore.episodes.facts import pack_info
 from expstore.errors import ArgumentError, NotFoundError, QueryError, SchemaError, StateError
 from expstore.remote.connect_options import ConnectOptions
 from expstore.remote.consumer import RemoteConsumer, RemoteConsumers
@@ -592,7 +592,8 @@ class RemoteEpisodes(LocalEpisodes):
 class RemoteGroups(Groups):
     """Query groups of a served store, and start, close and discard them.
 
-    A group that this connection has started is discarded with reason "lost" when the connection is closed, or
+    Without a limit, a query of more groups than the server returns is a QueryError (kind "truncated"). A
+    group that this connection has started is discarded with reason "lost" when the connection is closed, or
     has been silent for the server's `session_timeout`. A server that is started again has forgotten it.
 
     Args:
@@ -603,23 +604,9 @@ class RemoteGroups(Groups):
     def __init__(self, sql: Callable[..., Result], request: Callable[..., Any]) -> None:
         self._sql, self._request = sql, request
 
-    def __call__(
-        self,
-        where: str | None = None,
-        order_by: str | None = None,
-        limit: int | None = None,
-        *,
-        params: Sequence[object] | Mapping[str, object] | None = None,
+    def _query(
+        self, sql: str, params: Sequence[object] | Mapping[str, object] | None, limit: int | None
     ) -> Result:
-        """Return the relation `groups`, or a part of it; see `Groups`.
-
-        Raises:
-            QueryError: An expression is invalid, takes too long or is refused; or, without a limit, there are
-                more groups than the server returns (kind "truncated").
-        """
-        from expstore.sql.views import select_rows
-
-        sql = select_rows("groups", "group_id", where, order_by, limit)
         return self._sql(sql, params, limit=limit or None)
 
     def _try_start(self, version: int, consumer: str | None) -> tuple[int | None, int]:

@@ -27,7 +27,7 @@ from expstore.core.torchrl_members import find_member
 from expstore.core.values import Array, IntArray, Key, Mass, Selection, Window
 from expstore.data.to_arrays import to_array
 from expstore.disk.files import Disk
-from expstore.episodes.annotations import TRAIN
+from expstore.episodes.facts import TRAIN
 from expstore.errors import ArgumentError, NotReadyError, StateError
 from expstore.samplers.filter import Filter, Where, split_where
 from expstore.samplers.token_budget import TokenBudget

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from expstore.core.geometry import RingGeometry
 from expstore.core.values import Array, IntArray, Key, Window
-from expstore.episodes.annotations import TRAIN, check_split
+from expstore.episodes.facts import TRAIN, check_split
 from expstore.episodes.fragments import all_ids, clip
 from expstore.errors import ArgumentError, ExpStoreError, NotReadyError, StateError
 from expstore.sql.sync import Catalog

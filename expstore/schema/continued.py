@@ -51,7 +51,7 @@ class Continued:
 
 @lru_cache(maxsize=256)
 def parent_of(text: str) -> Key | None:
-    """Return the key of the field that names parents, () if there is none; None for other types of fields.
+    """Return the key of the field that names parents; () without such a field, None for other types.
 
     >>> from expstore.schema.continued import parent_of
     >>> parent_of('{"continued":[{"list":"string"},["parent"]]}'), parent_of('"string"')

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from expstore.core.nearest import suggest
 from expstore.core.values import Array, IntArray, key_name
-from expstore.episodes.annotations import split_of
+from expstore.episodes.facts import split_of
 from expstore.episodes.log import LogEntry
 from expstore.episodes.segmentation import OPEN
 from expstore.episodes.table import STATUS

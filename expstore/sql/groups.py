@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from expstore.core.id_set import NO_IDS
 from expstore.core.values import IntArray
-from expstore.episodes.annotations import GROUP, TRAIN, merge_info, split_of
+from expstore.episodes.facts import GROUP, TRAIN, merge_info, split_of
 from expstore.episodes.sessions import SessionKey
 from expstore.errors import NotFoundError, QueryError, StateError
 from expstore.sql.index import CONFIG

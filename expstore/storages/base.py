@@ -25,7 +25,7 @@ from expstore.core.geometry import RingGeometry, check_ndim, round_up
 from expstore.core.spare_slots import spare_slots
 from expstore.core.values import Array, IntArray, key_name
 from expstore.disk.files import Disk
-from expstore.episodes.annotations import SPLIT
+from expstore.episodes.facts import SPLIT
 from expstore.episodes.groups import add_groups
 from expstore.episodes.log import LogEntry
 from expstore.episodes.sessions import End, Resume, SessionKey

@@ -39,7 +39,7 @@ from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core import tuning
 from expstore.core.spare_slots import spare_slots
 from expstore.disk.files import Disk
-from expstore.episodes.annotations import merge_info, pack_info
+from expstore.episodes.facts import merge_info, pack_info
 from expstore.storages import base
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.engine.store import Store

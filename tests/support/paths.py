@@ -11,7 +11,7 @@ MEMORY = Path("/dev/shm")
 
 
 def find_memory() -> Path | None:
-    """Return the folder of files in memory; None: there is none, or less than 2 GiB are free.
+    """Return the folder of files in memory; None: it is missing, or has less than 2 GiB of free space.
 
     For tests that really sync nothing. Others need a disk: stores in memory do not save the space of flags
     that are never set (`expstore.disk.filesystem.fills_holes`).

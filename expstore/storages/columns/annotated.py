@@ -505,7 +505,7 @@ class AnnotationLog(AnnotationReader, Checkpointed):
             if head.ids.max(initial=0) > last or not self._is_sound(at, head):
                 break
             self._show(at, head)
-            self._note(at, head)
+            self._count_record(at, head)
         if self.end < covered and files:
             raise CorruptionError(
                 f"{file_path(self.folder, self.end >> FILE_SHIFT)} is damaged at byte {self.end & _OFFSET}: "
@@ -527,7 +527,7 @@ class AnnotationLog(AnnotationReader, Checkpointed):
         if surplus:
             self._disk.sync_dir(self.folder)
 
-    def _note(self, at: int, head: Head) -> None:
+    def _count_record(self, at: int, head: Head) -> None:
         number = at >> FILE_SHIFT
         self._newest[number] = max(self._newest.get(number, 0), int(head.ids.max(initial=0)))
         self._end, self.number = at + head.size + head.body, head.number
@@ -563,7 +563,7 @@ class AnnotationLog(AnnotationReader, Checkpointed):
                 self._show(address, head)
 
         address = self.end
-        self._note(address, head)
+        self._count_record(address, head)
         return show
 
     def _open(self) -> File:
@@ -641,7 +641,7 @@ class AnnotatedColumn(Column):
         folder: The folder that a Zarr array of the field would have.
     """
 
-    #: As many slots as there may be have room.
+    #: All slots have room.
     ready = 1 << 62
 
     def __init__(self, entry: Field, annotations: Annotations, folder: Path) -> None:

@@ -800,7 +800,7 @@ class Segments(AppendedPart):
         size = int(self.measure_row_bytes(0))
         newest = [header.last for segment in self.segments[-4:] for header in segment.headers[-16:]]
         if self.parents and newest:
-            with contextlib.suppress(CorruptionError):  # whoever reads the rows learns of the damage
+            with contextlib.suppress(CorruptionError):  # reading the rows raises it
                 size = max(size, int(self.sizes(np.array(newest)).mean()))
         return size
 
