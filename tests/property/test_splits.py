@@ -288,6 +288,17 @@ def test_several_stores_keep_to_the_split(tmp_path: Path) -> None:
 
 
 @pytest.mark.guarantee("draw/splits")
+def test_an_open_reader_keeps_to_its_split_when_the_first_other_rows_come(tmp_path: Path) -> None:
+    path = tmp_path / "run.exp"
+    with opened(path, RandomSampler()) as rb, opened(path, RandomSampler(), mode="r") as reader:
+        rb.extend(rows(100, False))
+        assert not flags(reader.sample(64)).any()
+        rb.extend(rows(400, True), split="eval")
+        assert not flags(reader.sample(64)).any()
+        assert len(reader) == 500
+
+
+@pytest.mark.guarantee("draw/splits")
 def test_draws_while_the_first_other_rows_are_written(tmp_path: Path) -> None:
     for kind in ("uniform", "prioritized", "slices", "slices_without_replacement", "consuming"):
         with opened(tmp_path / kind, SAMPLERS[kind]()) as rb:

@@ -277,6 +277,21 @@ def test_arrow_arrays_keep_their_dtypes(tmp_path: Path) -> None:
                 rb.annotate([1, 2], {"score" if wrong.null_count else "logprobs": wrong})
 
 
+@pytest.mark.guarantee("keep/annotations")
+@pytest.mark.parametrize("items", [1, 20])  # small values are in memory, too
+def test_a_row_that_takes_a_slot_has_no_value(tmp_path: Path, items: int) -> None:
+    path = tmp_path / "a.exp"
+    with expstore.open(path, capacity=8, batch_size=2) as rb, expstore.open(path, mode="r") as reader:
+        rb.extend(rows(8))
+        rb.annotate(list(range(1, 9)), {"score": torch.ones(8, items)})
+        assert not reader[:]["score"].isnan().any()
+        rb.extend(rows(rb.storage.geometry.slots, 8))  # a ring has more slots than it has rows
+        assert rb.storage.geometry.slot_of(np.array([rb.storage.last])) == 7
+        for one in (rb, reader):
+            assert one[:]["score"].isnan().all()
+            assert table(one, "SELECT count(*) FROM transitions WHERE score IS NULL") == [(8,)]
+
+
 def test_a_file_that_is_full_stays_open_while_it_is_synced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
