@@ -15,6 +15,7 @@ import torch
 
 from expstore.buffers.groups import Groups
 from expstore.episodes.facts import merge_info, pack_info
+from expstore.episodes.log import NewFacts
 from expstore.episodes.sessions import SessionKey
 from expstore.errors import SchemaError, StateError
 from expstore.storages.episode_lookup import check_episode
@@ -40,6 +41,28 @@ def remote_session(name: str) -> SessionKey:
             hint=f"give 1 to {_LONGEST} printable ASCII characters, such as a random id",
         )
     return SessionKey(name, remote=True)
+
+
+def annotate(store: StoreHandle, changes: Mapping[int, str]) -> dict[int, str]:
+    """Merge new facts into those of episodes, by one record; return all facts about these episodes.
+
+    Args:
+        store: The store.
+        changes: New facts as JSON text, by the id of the episode.
+
+    Raises:
+        NotFoundError: There never was one of these episodes; nothing was changed.
+        StateError: The store is closed, or open for reading only.
+    """
+    storage = store.storage
+    with storage.lock:
+        writer = storage.writer()
+        entries = store.catalog.find_episodes(list(changes))
+        merged = [replace(one, text=merge_info(one.text, changes[one.episode])) for one in entries]
+        changed = [new for new, old in zip(merged, entries, strict=True) if new.text != old.text]
+        if changed:
+            writer.annotate(NewFacts(tuple(changed)))
+    return {entry.episode: entry.text for entry in merged}
 
 
 class Episodes:
@@ -114,18 +137,31 @@ class Episodes:
             >>> rb.episodes.annotate(3, success=True, operator="ada")
             {'success': True, 'operator': 'ada'}
         """
-        changes, proxy = pack_info(info), self._store.proxy
-        if proxy is not None:
-            found: dict[str, Any] = json.loads(proxy.annotate(check_episode(episode_id), changes))
-            return found
-        storage = self._store.storage
-        with storage.lock:
-            writer = storage.writer()
-            entry = self._store.catalog.find_episode(check_episode(episode_id))
-            text = merge_info(entry.text, changes)
-            if text != entry.text:
-                writer.annotate(replace(entry, text=text))
-        return dict(json.loads(text)) if text else {}
+        number = check_episode(episode_id)
+        return self.annotate_each({number: info})[number]
+
+    def annotate_each(self, facts: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+        """Attach facts to several episodes, as `annotate` does: to all of them, or after a crash to none.
+
+        Args:
+            facts: New facts by name, by the id of the episode.
+
+        Returns:
+            All facts about each of these episodes.
+
+        Raises:
+            NotFoundError: There never was one of these episodes; nothing was changed.
+            SchemaError: A value cannot be stored as JSON; nothing was changed.
+            StateError: The store is closed, or open for reading only.
+
+        Example:
+            >>> rb.episodes.annotate_each({3: {"success": True}, 4: {"success": False}})
+            {3: {'success': True}, 4: {'success': False}}
+        """
+        changes = {check_episode(number): pack_info(info) for number, info in facts.items()}
+        proxy = self._store.proxy
+        texts = annotate(self._store, changes) if proxy is None else proxy.annotate(changes)
+        return {number: json.loads(text) if text else {} for number, text in texts.items()}
 
     def delete(
         self,

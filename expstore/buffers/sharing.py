@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from expstore.buffers.episodes import Episodes
+from expstore.buffers.episodes import annotate
 from expstore.buffers.groups import Ending, Groups
 from expstore.buffers.ingest import Ingest
 from expstore.buffers.owned_rows import describe_rows
@@ -179,10 +179,9 @@ class _Owner:
         assert keep is not None, "the number of versions without a tag is limited"
         return pack_version(snapshots.create(path, keep=keep))
 
-    def annotate(self, episode_id: int, changes: str) -> str:
-        """Note facts about an episode, as JSON text; return all facts about it."""
-        facts = json.loads(changes) if changes else {}
-        return json.dumps(Episodes(self._store).annotate(episode_id, **facts))
+    def annotate(self, changes: Mapping[int, str]) -> dict[int, str]:
+        """Attach facts to episodes, as JSON texts; return all facts about these episodes."""
+        return annotate(self._store, changes)
 
     def end(
         self, session: SessionKey, source: str | None, *, unnamed: bool, lanes: Sequence[int] | None

@@ -7,8 +7,9 @@ committed. `expstore.buffers.writing_server` is the other side.
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -158,9 +159,9 @@ class WritingProxy:
         """
         return str(self._ask({"do": "dump", "path": path, "keep": keep, "tag": tag}).decode())
 
-    def annotate(self, episode_id: int, changes: str) -> str:
-        """Note facts about an episode, as JSON text; return all facts about it now."""
-        return str(self._ask({"do": "annotate", "episode": episode_id, "changes": changes}).decode())
+    def annotate(self, changes: Mapping[int, str]) -> dict[int, str]:
+        """Attach facts to episodes, as JSON texts; return all facts about these episodes."""
+        return dict(json.loads(self._ask({"do": "annotate", "changes": list(changes.items())})))
 
     def end(self, source: str | None, *, unnamed: bool = False, lanes: Sequence[int] | None = None) -> None:
         """End open episodes of this session.

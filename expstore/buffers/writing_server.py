@@ -15,7 +15,7 @@ import socket
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -65,8 +65,8 @@ class Owner(Protocol):
     def dump(self, path: str, *, keep: int | None, tag: str | None) -> str:
         """Create a version of the store in a folder; return its description, as JSON text."""
 
-    def annotate(self, episode_id: int, changes: str) -> str:
-        """Note facts about an episode, as JSON text; return all facts about it."""
+    def annotate(self, changes: Mapping[int, str]) -> dict[int, str]:
+        """Attach facts to episodes, as JSON texts; return all facts about these episodes."""
 
     def end(
         self, session: SessionKey, source: str | None, *, unnamed: bool, lanes: Sequence[int] | None
@@ -389,7 +389,7 @@ def _act(worker: _Worker, slot: Slot, call: Call, parsed: _Parsed, owner: Owner)
     elif do == "dump":
         return owner.dump(told["path"], keep=told["keep"], tag=told["tag"])
     elif do == "annotate":
-        return owner.annotate(told["episode"], told["changes"])
+        return json.dumps(list(owner.annotate(dict(told["changes"])).items()))
     elif do == "end":
         owner.end(worker.session, told["source"], unnamed=told["unnamed"], lanes=told["lanes"])
     elif do == "resume":

@@ -374,9 +374,7 @@ def _annotate(rb: TensorDictReplayBuffer, source: str, facts: Sequence[Mapping[s
     found = rb.sql(
         "SELECT episode_id FROM episodes WHERE source = ? ORDER BY episode_id", [source]
     ).fetchall()
-    for (episode,), said in zip(found, facts, strict=True):
-        if said:
-            rb.episodes.annotate(episode, **said)
+    rb.episodes.annotate_each({episode: said for (episode,), said in zip(found, facts, strict=True) if said})
 
 
 class _Batch:

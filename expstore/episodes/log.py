@@ -142,16 +142,35 @@ class Episode:
         )  # fmt: skip
 
 
-def unpack_entry(data: bytes) -> LogEntry:
-    """Parse the result of `LogEntry.pack`.
+@dataclass(frozen=True, slots=True)
+class NewFacts:
+    """New facts about episodes, which are written by one record: all of them or none.
 
-    Raises:
-        CorruptionError: The entry is damaged.
+    Args:
+        entries: The episodes with their new facts, otherwise in their current state.
     """
-    found = _unpack(data, 0)
-    if found is None:
-        raise CorruptionError("an entry of an episode is damaged")
-    return found[0]
+
+    entries: tuple[LogEntry, ...]
+
+    def pack(self) -> bytes:
+        """Return the body of a journal record."""
+        return b"".join(entry.pack() for entry in self.entries)
+
+    @classmethod
+    def unpack(cls, body: bytes) -> NewFacts:
+        """Parse the result of `pack`.
+
+        Raises:
+            CorruptionError: An entry is damaged.
+        """
+        entries, at = [], 0
+        while at < len(body):
+            found = _unpack(body, at)
+            if found is None:
+                raise CorruptionError("an entry of an episode is damaged")
+            entries.append(found[0])
+            at = found[1]
+        return cls(tuple(entries))
 
 
 def _unpack(data: bytes, at: int) -> tuple[LogEntry, int] | None:

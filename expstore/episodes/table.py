@@ -25,7 +25,7 @@ from expstore.core.id_set import IdSet
 from expstore.core.values import Array, IntArray
 from expstore.episodes.facts import SPLIT, TRAIN, merge_info, split_groups, split_of
 from expstore.episodes.fragments import CapturedFragments, Fragments, cut_out, find_fragments, last_ids
-from expstore.episodes.log import Episode, LogEntry
+from expstore.episodes.log import Episode, LogEntry, NewFacts
 from expstore.episodes.segmentation import (
     CUT,
     HAS_TRAJECTORY,
@@ -571,18 +571,15 @@ class EpisodeTable:
             if heir.has_written and not heir.unchecked:
                 del self.heirs[source]
 
-    def annotate(self, entry: LogEntry, sequence: int) -> list[LogEntry]:
-        """Set an episode's info; return its log entry, or none while it is open.
-
-        Args:
-            entry: The episode with its new info, otherwise in its current state.
-            sequence: LSN of the record.
-        """
-        episode = self.find(entry.episode) or Episode.of(entry)
-        episode.text = entry.text
-        self._note_split(episode)
-        noted = self._note(episode, sequence)
-        return [] if episode.status == OPEN else [noted]
+    def _annotate(self, facts: NewFacts, sequence: int) -> list[LogEntry]:
+        """Set the facts of episodes; return the log entries of those that are not open."""
+        noted = []
+        for entry in facts.entries:
+            episode = self.find(entry.episode) or Episode.of(entry)
+            episode.text = entry.text
+            self._note_split(episode)
+            noted.append(self._note(episode, sequence))
+        return [entry for entry in noted if entry.status != OPEN]
 
     def find(self, number: int) -> Episode | None:
         """Return an episode that is open, can be resumed, or is not in the index yet; otherwise None."""
@@ -656,15 +653,15 @@ class EpisodeTable:
             episodes += [one.episode for one in heir.cut.values()]
         return Resume(time, session.key, tuple(new), numbers, tuple(episodes))
 
-    def apply(self, change: LogEntry | End | Resume, sequence: int) -> list[LogEntry]:
+    def apply(self, change: NewFacts | End | Resume, sequence: int) -> list[LogEntry]:
         """Apply a change of episodes; return the log entries of the changed episodes and sources.
 
         Args:
-            change: An episode with its new info, or which episodes end or are resumed.
+            change: New facts about episodes, or which episodes end or are resumed.
             sequence: LSN of the record.
         """
-        if isinstance(change, LogEntry):
-            return self.annotate(change, sequence)
+        if isinstance(change, NewFacts):
+            return self._annotate(change, sequence)
         return self._end(change, sequence) if isinstance(change, End) else self._resume(change, sequence)
 
     def end_local(self, time: int, sequence: int) -> list[LogEntry]:

@@ -25,6 +25,7 @@ from expstore.disk.atomic_build import build_atomically
 from expstore.disk.files import Disk
 from expstore.episodes.facts import drop_end
 from expstore.episodes.fragments import find_fragments
+from expstore.episodes.log import NewFacts
 from expstore.episodes.segmentation import (
     HAS_TRAJECTORY,
     NEW,
@@ -255,9 +256,10 @@ class Filler:
             assignment.numbers[3] = time
             rows = Rows(storage.last + 1, given.episodes.size, given.columns, assignment, time)
             storage.write(rows)
-            for number, info in noted:
-                entry = self._catalog.find_episode(number)
-                storage.annotate(dataclasses.replace(entry, text=info))
+            if noted:
+                found = zip(self._catalog.find_episodes([number for number, _ in noted]), noted, strict=True)
+                changed = (dataclasses.replace(entry, text=text) for entry, (_, text) in found)
+                storage.annotate(NewFacts(tuple(changed)))
             priorities = given.priorities
             if priorities is not None and (priorities != np.float32(storage.priorities.largest)).any():
                 storage.set_priorities(rows.ids, priorities)

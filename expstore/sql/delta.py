@@ -152,17 +152,16 @@ def last_position(con: duckdb.DuckDBPyConnection) -> Position:
     return (int(found[0][0]), int(found[0][1])) if found else (0, 0)
 
 
-def find_episode(con: duckdb.DuckDBPyConnection, number: int) -> LogEntry | None:
-    """Return the episode with this id, or None if it does not exist."""
-    found = con.execute(_FIND, [number]).fetchall()
-    return LogEntry(*found[0]) if found else None
+def find_episodes(con: duckdb.DuckDBPyConnection, numbers: Sequence[int]) -> list[LogEntry]:
+    """Return the episodes that have these ids, in any order."""
+    return [LogEntry(*found) for found in con.execute(_FIND, [list(numbers)]).fetchall()]
 
 
 # In the order of LogEntry's fields. An open episode has no end time here (0): only its rows have it.
 _FIND = """
 SELECT episode_id, source, trajectory_id, epoch_us(start_time), coalesce(epoch_us(end_time), 0), "return",
     length, last_id, status, 0, 0, coalesce(info::VARCHAR, '')
-FROM episode_rows WHERE episode_id = ?
+FROM episode_rows WHERE episode_id IN (SELECT unnest(?::BIGINT[]))
 """
 
 

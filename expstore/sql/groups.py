@@ -26,6 +26,7 @@ import pyarrow as pa
 from expstore.core.id_set import NO_IDS
 from expstore.core.values import IntArray
 from expstore.episodes.facts import GROUP, TRAIN, merge_info, split_of
+from expstore.episodes.log import NewFacts
 from expstore.episodes.sessions import SessionKey
 from expstore.errors import NotFoundError, QueryError, StateError
 from expstore.sql.index import CONFIG
@@ -434,10 +435,10 @@ class Groups:
                     "members": [name - number for name in keeps],
                     "last": max(group.members) - number,
                 }
-                entry = catalog.find_episode(number)
+                [entry] = catalog.find_episodes([number])
                 facts = json.loads(entry.text)[GROUP] | {"end": end}
                 text = merge_info(entry.text, json.dumps({GROUP: facts}, ensure_ascii=False))
-                writer.annotate(replace(entry, text=text))
+                writer.annotate(NewFacts((replace(entry, text=text),)))
                 self.look(catalog)
                 return group
 

@@ -202,8 +202,8 @@ class Index:
         with self._cursor("query") as cursor:
             return self._calls.run(lambda: _answer(cursor, sql, values, relations, read), cursor.interrupt)
 
-    def find_episode(self, number: int) -> LogEntry | None:
-        """Return an episode's log entry as of the last commit, or None if no episode has this id.
+    def find_episodes(self, numbers: Sequence[int]) -> list[LogEntry]:
+        """Return the log entries of the episodes that have these ids as of the last commit, in any order.
 
         Raises:
             CorruptionError: The file is damaged; commit a complete delta and ask again (kind "index").
@@ -211,7 +211,7 @@ class Index:
         """
         self._check_open()
         with self._cursor("query") as cursor:
-            return delta_tables.find_episode(cursor, number)
+            return delta_tables.find_episodes(cursor, numbers)
 
     def write_priorities(self, ids: Array, priorities: Array) -> None:
         """Replace the table `priorities`.

@@ -174,27 +174,33 @@ class Catalog:
 
         return self.query(select_episodes(where, order_by, limit), params)
 
-    def find_episode(self, number: int) -> LogEntry:
-        """Return the log entry of an episode, even if its rows are gone; the caller holds the lock.
+    def find_episodes(self, numbers: Sequence[int]) -> list[LogEntry]:
+        """Return the log entries of episodes, also of those whose rows are gone; the caller holds the lock.
+
+        Args:
+            numbers: Ids of the episodes.
 
         Raises:
-            NotFoundError: No episode ever had this id.
+            NotFoundError: No episode ever had one of these ids.
         """
         storage = self._storage
         with storage.locks.episodes:
-            known = storage.episodes.find(number)
-            if known is not None:
-                return known.entry(0, 0)
-        try:
-            found = self._update_index().find_episode(number)
-        except CorruptionError as exc:
-            if exc.kind != "index":
-                raise
-            _log.warning("%s", exc)
-            found = self.catch_up().find_episode(number)
-        if found is None:
-            raise unknown_episode(storage, number)
-        return found
+            recent = {number: storage.episodes.find(number) for number in numbers}
+        found = {number: one.entry(0, 0) for number, one in recent.items() if one is not None}
+        rest = [number for number, one in recent.items() if one is None]
+        if rest:
+            try:
+                older = self._update_index().find_episodes(rest)
+            except CorruptionError as exc:
+                if exc.kind != "index":
+                    raise
+                _log.warning("%s", exc)
+                older = self.catch_up().find_episodes(rest)
+            found |= {entry.episode: entry for entry in older}
+        for number in numbers:
+            if number not in found:
+                raise unknown_episode(storage, number)
+        return [found[number] for number in numbers]
 
     def _update_index(self) -> Index:
         """Return the index if the changes it lacks are all known in memory; otherwise update it first."""

@@ -27,7 +27,7 @@ from expstore.core.values import Array, IntArray, key_name
 from expstore.disk.files import Disk
 from expstore.episodes.facts import SPLIT
 from expstore.episodes.groups import add_groups
-from expstore.episodes.log import LogEntry
+from expstore.episodes.log import NewFacts
 from expstore.episodes.sessions import End, Resume, SessionKey
 from expstore.episodes.table import Assignment, Observations
 from expstore.errors import ArgumentError, NotFoundError, SchemaError, StateError
@@ -310,11 +310,11 @@ class Storage(ReadView):
         """Return the position of the next record, for the SQL index. This class counts changes instead."""
         return (1, self._state.content[1] + 1)
 
-    def annotate(self, change: LogEntry | End | Resume) -> None:
+    def annotate(self, change: NewFacts | End | Resume) -> None:
         """Store annotations of episodes.
 
         Args:
-            change: An episode with its new info; or which episodes end, or are opened again.
+            change: New facts about episodes; or which episodes end, or are opened again.
 
         Raises:
             StateError: The store is closed, not open for writing, or has failed.
@@ -325,7 +325,7 @@ class Storage(ReadView):
             with self.locks.episodes:
                 self._annotate(change)
 
-    def _annotate(self, change: LogEntry | End | Resume) -> None:
+    def _annotate(self, change: NewFacts | End | Resume) -> None:
         """Record annotations of episodes, then apply them. The caller holds the lock of the episodes."""
         self._state.annotate(change, self._next_position())
 

@@ -14,7 +14,7 @@ from typing import Protocol
 from expstore.core.draw_state import DrawState
 from expstore.core.idempotency import WriteKey, WriteKeys
 from expstore.core.values import Array, Window
-from expstore.episodes.log import LogEntry
+from expstore.episodes.log import LogEntry, NewFacts
 from expstore.episodes.sessions import End, Resume
 from expstore.episodes.table import EpisodeTable
 from expstore.storages.batch import Rows
@@ -223,7 +223,7 @@ class RowState:
         """
         return None
 
-    def annotate(self, change: LogEntry | End | Resume, position: tuple[int, int]) -> None:
+    def annotate(self, change: NewFacts | End | Resume, position: tuple[int, int]) -> None:
         """Apply a record about episodes. The caller holds the lock of the episodes.
 
         Args:

@@ -40,6 +40,7 @@ from expstore.core import tuning
 from expstore.core.spare_slots import spare_slots
 from expstore.disk.files import Disk
 from expstore.episodes.facts import merge_info, pack_info
+from expstore.episodes.log import NewFacts
 from expstore.storages import base
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.engine.store import Store
@@ -246,7 +247,8 @@ def _annotate(rb: TensorDictReplayBuffer, op: Op) -> None:
             latest = {entry.episode: entry for entry in kept.state.log.read()}
             latest |= {entry.episode: entry for entry in kept.episodes.open_entries()}
         entry = latest[op.episode]
-        kept.annotate(dataclasses.replace(entry, text=merge_info(entry.text, pack_info(op.info))))
+        text = merge_info(entry.text, pack_info(op.info))
+        kept.annotate(NewFacts((dataclasses.replace(entry, text=text),)))
 
 
 class saying:

@@ -14,7 +14,7 @@ import numpy as np
 
 from expstore.core.id_set import IdSet
 from expstore.disk.checkpointed import Checkpoint, Dirty, Pin
-from expstore.episodes.log import LogEntry
+from expstore.episodes.log import NewFacts
 from expstore.episodes.sessions import End, Resume
 from expstore.storages.batch import Payload, Rows
 from expstore.storages.columns import dedup_finder
@@ -137,7 +137,7 @@ def break_count_syncs() -> None:
 
 def break_notes() -> None:
     """Keep annotations of an episode in memory, without a record."""
-    _unrecorded(LogEntry)
+    _unrecorded(NewFacts)
 
 
 def break_adoptions() -> None:
@@ -148,7 +148,7 @@ def break_adoptions() -> None:
 def _unrecorded(kind: type) -> None:
     record = Store._annotate
 
-    def annotate(self: Any, change: LogEntry | End | Resume) -> None:
+    def annotate(self: Any, change: NewFacts | End | Resume) -> None:
         if isinstance(change, kind):
             self.state.log.append(self.episodes.apply(change, self.state.journal.sequence))
         else:

@@ -29,7 +29,7 @@ from expstore.core.values import Array, IntArray, cut_run
 from expstore.disk.checkpointed import Pin
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
-from expstore.episodes.log import LogEntry
+from expstore.episodes.log import NewFacts
 from expstore.episodes.sessions import End, Resume
 from expstore.errors import ExpStoreError, SchemaError, StateError, StorageError
 from expstore.schema.field_roles import Keys
@@ -589,8 +589,8 @@ class Store(Storage):
 
     # -- episodes, and deleted rows ----------------------------------------------------------------
 
-    def _annotate(self, change: LogEntry | End | Resume) -> None:
-        kinds = {LogEntry: Kind.ANNOTATE, End: Kind.END, Resume: Kind.RESUME}
+    def _annotate(self, change: NewFacts | End | Resume) -> None:
+        kinds = {NewFacts: Kind.ANNOTATE, End: Kind.END, Resume: Kind.RESUME}
         # Before the lock is released: a checkpoint must not cover a record that memory lacks.
         with self.health.noting:
             sequence = self.checkpoints.append_record(self, kinds[type(change)], change.pack())

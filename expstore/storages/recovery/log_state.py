@@ -12,7 +12,7 @@ from expstore.core.draw_state import Randomness, from_json
 from expstore.core.id_set import NO_IDS, IdSet
 from expstore.core.parsing import check_number
 from expstore.core.values import Window
-from expstore.episodes.log import LogEntry, unpack_entry
+from expstore.episodes.log import LogEntry, NewFacts
 from expstore.episodes.sessions import End, Resume
 from expstore.episodes.table import EpisodeTable
 from expstore.errors import CorruptionError
@@ -144,7 +144,7 @@ def apply_to_episodes(record: Record, table: EpisodeTable, publish: Publish | No
         publish: The parsed body, if it is a commit record that was parsed already.
     """
     if record.kind is Kind.ANNOTATE:
-        return table.annotate(unpack_entry(record.body), record.sequence)
+        return table.apply(NewFacts.unpack(record.body), record.sequence)
     if record.kind is Kind.DELETE:
         return table.end_episodes(record.sequence)
     if record.kind is Kind.END:

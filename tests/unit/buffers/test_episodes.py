@@ -223,10 +223,23 @@ def test_open_ended_and_evicted_episodes_keep_all_else_when_they_are_noted(rb: A
     assert rb.sql("SELECT * EXCLUDE (info) FROM episodes ORDER BY 1").fetchall() == before
     rb.extend(steps(12, 30), source="b")
     before = rb.sql("SELECT * EXCLUDE (info) FROM episodes ORDER BY 1").fetchall()
-    for episode in (1, 2, 3):
-        rb.episodes.annotate(episode, more=[episode])
+    facts = rb.episodes.annotate_each({episode: {"more": [episode]} for episode in (3, 1, 2)})
+    assert facts == {episode: {"n": episode, "more": [episode]} for episode in (3, 1, 2)}
     assert rb.sql("SELECT * EXCLUDE (info) FROM episodes ORDER BY 1").fetchall() == before
     assert infos(rb) == {episode: {"n": episode, "more": [episode]} for episode in (1, 2, 3)}
+
+
+def test_facts_about_several_episodes_are_written_by_one_record_or_none_is(rb: Any) -> None:
+    before = rb.storage.state.content[1]
+    assert rb.episodes.annotate_each({2: {"a": 1}, 1: {"a": None}, 3: {}}) == {2: {"a": 1}, 1: {}, 3: {}}
+    rb.episodes.annotate_each({2: {"a": 2}, 3: {"b": [1]}})
+    assert rb.storage.state.content[1] == before + 2
+    for wrong in ({1: {"a": 1}, 77: {"a": 1}}, {1: {"a": 1}, 2: {"a": float("nan")}}, {"2": {"a": 1}}):
+        with pytest.raises((expstore.errors.ExpStoreError, TypeError)):
+            rb.episodes.annotate_each(wrong)
+    assert rb.episodes.annotate_each({}) == {}
+    assert rb.storage.state.content[1] == before + 2
+    assert infos(rb) == {1: None, 2: {"a": 2}, 3: {"b": [1]}}
 
 
 def test_info_that_comes_with_rows_is_merged_into_every_episode_they_touch(rb: Any) -> None:

@@ -151,7 +151,7 @@ def test_episodes_are_annotated_ended_and_resumed(
 ) -> None:
     worker.extend(numbered_rows(3), source="a", episode_info={"n": 1})
     assert worker.episodes.annotate(1, success=True) == {"n": 1, "success": True}
-    assert worker.episodes.annotate(1) == {"n": 1, "success": True}
+    assert worker.episodes.annotate_each({1: {}}) == {1: {"n": 1, "success": True}}
     assert rb.sql("SELECT info FROM episodes").fetchall() == [('{"n": 1, "success": true}',)]
     rb.extend(numbered_rows(3))
     worker.episodes.end()

@@ -43,7 +43,9 @@ ACTS: dict[str, Act] = {
     "sample": lambda rb: rb.sample(4),
     "flush": lambda rb: rb.flush(),
     "change": lambda rb: rb.storage.set(oldest(rb), rows(2, 90)),
-    "note": lambda rb: rb.episodes.annotate(rb.storage.episodes.next_episode - 1, note="n"),
+    "note": lambda rb: rb.episodes.annotate_each(
+        {number: {"note": "n"} for number in {1, rb.storage.episodes.next_episode - 1}}
+    ),
     "end": lambda rb: end_sessions(rb.storage, [rb.storage.episodes.session]),
     "empty": lambda rb: rb.empty(),
 }
