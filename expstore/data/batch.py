@@ -26,7 +26,7 @@ from tensordict import (
 from expstore.core.bfloat16 import widen_bfloat16
 from expstore.core.values import Array, IntArray, Key, key_name
 from expstore.data.leaves import UNKNOWN, has_lazy, is_loose, leaves_of, leaves_of_rows, to_columns
-from expstore.data.nested_tensors import to_entry
+from expstore.data.nested_tensors import JaggedLayouts, to_entry
 from expstore.data.to_arrays import to_ragged_rows
 from expstore.episodes.segmentation import RowFacts, Steps, to_trajectory_ids
 from expstore.errors import SchemaError, StackError
@@ -592,10 +592,10 @@ class Builder:
                     group[name] = tensors[place]
                 groups.append(group)
             return groups
-        groups = [{} for _ in range(len(self._parents) + 1)]
+        groups, layouts = [{} for _ in range(len(self._parents) + 1)], JaggedLayouts()
         for (number, name, special, arrow), column in zip(self._leaves, columns, strict=True):
             if special:
-                groups[number][name] = _special(special, arrow, column, size)
+                groups[number][name] = _special(special, arrow, column, size, layouts)
             else:
                 groups[number][name] = torch.from_numpy(column)
         return groups
@@ -690,12 +690,12 @@ def _tensordict(
     return made
 
 
-def _special(dtype: str, arrow: str, column: Any, size: torch.Size) -> Any:
+def _special(dtype: str, arrow: str, column: Any, size: torch.Size, layouts: JaggedLayouts) -> Any:
     """Convert a column that NumPy cannot pass to torch: bfloat16, variable-length rows, objects."""
     if dtype == "bfloat16":
         return torch.from_numpy(np.asarray(column)).view(torch.bfloat16)
     if dtype == ARROW:
-        return to_entry(column, arrow, size)
+        return to_entry(column, arrow, size, layouts)
     return to_non_tensor(column, size)
 
 

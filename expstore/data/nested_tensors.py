@@ -6,7 +6,7 @@ that was read, without a second copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -124,13 +124,14 @@ def _copy_values(rows: Sequence[Any]) -> Array:
 # -- columns to tensors -------------------------------------------------------------------------------
 
 
-def to_entry(column: pa.Array, text: str, size: Sequence[int]) -> Any:
+def to_entry(column: pa.Array, text: str, size: Sequence[int], layouts: JaggedLayouts | None = None) -> Any:
     """Convert a column to an entry of a TensorDict.
 
     Args:
         column: The column; it owns its memory.
         text: Its type, as text.
         size: Batch size of the TensorDict: one dim, or none for one row.
+        layouts: Those of the jagged tensors of the same TensorDict; None: it is the only one.
 
     Returns:
         For tensors a nested tensor: jagged if only the first dim differs, otherwise of torch's strided
@@ -140,7 +141,8 @@ def to_entry(column: pa.Array, text: str, size: Sequence[int]) -> Any:
     if found is None:
         values = column.to_pylist()
         return stack_values(values) if len(size) else _wrap(values[0])
-    return to_tensor(column, found) if len(size) else to_tensor(column, found).unbind(0)[0]
+    values = to_tensor(column, found, layouts)
+    return values if len(size) else values.unbind(0)[0]
 
 
 def to_values(column: pa.Array, text: str) -> Any:
@@ -149,12 +151,13 @@ def to_values(column: pa.Array, text: str) -> Any:
     return column.to_pylist() if found is None else to_tensor(column, found)
 
 
-def to_tensor(column: pa.Array, found: Ragged) -> torch.Tensor:
+def to_tensor(column: pa.Array, found: Ragged, layouts: JaggedLayouts | None = None) -> torch.Tensor:
     """Convert a column of tensors to one nested tensor over its memory.
 
     Args:
         column: The rows.
         found: Their dtype and shape.
+        layouts: Those of the jagged tensors of the same batch; None: it is the only one.
 
     Returns:
         A jagged tensor of shape `(n, *, ...)` if only the first dim differs, or if there are no rows;
@@ -164,26 +167,54 @@ def to_tensor(column: pa.Array, found: Ragged) -> torch.Tensor:
     values = tensor_of(flat, found.dtype)
     if found.is_list:
         values = values.reshape(-1, *(size or 0 for size in found.shape[1:]))
-        return make_jagged(values, offsets)
+        return (layouts or JaggedLayouts()).view(values, offsets)
     return make_strided(values, shapes_in(column, found), offsets[:-1].copy())
 
 
-def make_jagged(values: torch.Tensor, offsets: IntArray) -> torch.Tensor:
-    """Return a jagged tensor over the memory of concatenated tensors.
+class JaggedLayouts:
+    """The offsets of the jagged tensors of one batch.
 
-    The lengths are passed to torch, because otherwise `to_padded_tensor` pads to the number of all values.
-
-    Args:
-        values: The concatenated tensors. Shape `(items, ...)`.
-        offsets: Start of each tensor, and the end of the last; int64. Shape `(n + 1,)`.
+    Jagged tensors of equal lengths share one tensor of offsets: torch combines only those that do, as in
+    `batch["logprobs"] * batch["loss_mask"]`.
     """
-    lengths = np.diff(offsets)
-    known: dict[str, Any] = {}
-    if lengths.size:
-        known = {"min_seqlen": int(lengths.min()), "max_seqlen": int(lengths.max())}
-    starts = torch.from_numpy(offsets).to(values.device)
-    found: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, starts, **known)
-    return found
+
+    def __init__(self) -> None:
+        self._layouts: list[tuple[IntArray, torch.Tensor, dict[str, int]]] = []
+
+    def view(self, values: torch.Tensor, offsets: IntArray) -> torch.Tensor:
+        """Return a jagged tensor over the memory of concatenated tensors.
+
+        Args:
+            values: The concatenated tensors. Shape `(items, ...)`.
+            offsets: Start of each tensor, and the end of the last; int64. Shape `(n + 1,)`.
+        """
+        for known, starts, extremes in self._layouts:
+            if starts.device == values.device and np.array_equal(known, offsets):
+                return _view_jagged(values, starts, extremes)
+        lengths = np.diff(offsets)
+        starts, extremes = torch.from_numpy(offsets).to(values.device), {}
+        if lengths.size:
+            # Without them `to_padded_tensor` pads to the number of all values.
+            extremes = {"min_seqlen": int(lengths.min()), "max_seqlen": int(lengths.max())}
+        self._layouts.append((offsets, starts, extremes))
+        return _view_jagged(values, starts, extremes)
+
+
+def make_jagged(values: torch.Tensor, offsets: IntArray) -> torch.Tensor:
+    """Return a jagged tensor over the memory of concatenated tensors; see `JaggedLayouts.view`."""
+    return JaggedLayouts().view(values, offsets)
+
+
+def _view_jagged(values: torch.Tensor, offsets: torch.Tensor, extremes: Mapping[str, Any]) -> torch.Tensor:
+    if values.requires_grad:
+        found: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, offsets, **extremes)
+        return found
+    # What torch's function returns after 65 us of dispatch; this takes 17.
+    from torch.nested._internal.nested_tensor import NestedTensor
+
+    # In torch's form: the size of a tensor without values.
+    sizes = {name: torch.empty(length, 0) for name, length in extremes.items()}
+    return NestedTensor(values, offsets, _metadata_cache=sizes)
 
 
 def make_strided(values: torch.Tensor, sizes: IntArray, starts: IntArray) -> torch.Tensor:

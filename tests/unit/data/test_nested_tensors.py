@@ -11,6 +11,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from expstore.data.nested_tensors import (
+    JaggedLayouts,
     from_nested,
     from_tensors,
     make_jagged,
@@ -170,6 +171,17 @@ def test_jagged_tensors_are_those_of_torch() -> None:
     assert parts(made * 2) == parts(expected * 2)
     assert made.values().data_ptr() == values.data_ptr()
     assert make_jagged(values[:0], np.zeros(1, np.int64)).size(0) == 0
+
+
+def test_jagged_tensors_of_equal_lengths_share_their_offsets() -> None:
+    layouts, offsets = JaggedLayouts(), np.array([0, 2, 3])
+    first, second = (layouts.view(torch.arange(3) + n, offsets.copy()) for n in (0, 10))
+    assert parts(first + second) == [[10, 12], [14]]
+    assert second.to_padded_tensor(-1).tolist() == [[10, 11], [12, -1]]
+    other = layouts.view(torch.arange(3), np.array([0, 1, 3]))
+    assert parts(other) == [[0], [1, 2]]
+    with pytest.raises(RuntimeError):
+        first + other
 
 
 def test_jagged_tensors_pass_gradients_on() -> None:
