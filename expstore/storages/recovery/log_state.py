@@ -135,7 +135,7 @@ class LogState:
         return Window(low, self.last, deleted.between(low, self.last))
 
 
-def apply_to_episodes(record: Record, table: EpisodeTable, publish: Publish | None = None) -> list[LogEntry]:
+def apply_to_episodes(record: Record, table: EpisodeTable, publish: Publish | None = None) -> list[LogEntry | EndedEpisodes]:
     """Apply one record to a table of episodes; return the resulting log entries.
 
     Args:
