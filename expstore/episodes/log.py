@@ -10,6 +10,7 @@ import json
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,15 @@ class EndedEpisodes:
             rest = data[at + 8 : at + step] + text
             parts += (data[at : at + 4], google_crc32c.value(rest).to_bytes(4, "little"), rest)
         return b"".join(parts)
+
+
+#: What is appended to the log at once.
+LogItem = LogEntry | EndedEpisodes
+
+
+def flatten(items: Iterable[LogItem]) -> Iterator[LogEntry]:
+    """Yield each entry of what is appended to the log."""
+    return chain.from_iterable([one] if isinstance(one, LogEntry) else one for one in items)
 
 
 def _pad(text: bytes, size: int = 0) -> bytes:
@@ -429,9 +439,9 @@ class EpisodeLog(Checkpointed):
         self._surplus = size > length
         self.length = length
         self.dirty = False
-        self._waiting: list[LogEntry | EndedEpisodes] = []
+        self._waiting: list[LogItem] = []
 
-    def append(self, entries: Iterable[LogEntry | EndedEpisodes]) -> None:
+    def append(self, entries: Iterable[LogItem]) -> None:
         """Queue entries for `flush`. This must not fail, because their rows are published already."""
         self._waiting += entries
 

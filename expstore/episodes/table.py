@@ -26,7 +26,7 @@ from expstore.core.id_set import IdSet
 from expstore.core.values import Array, IntArray
 from expstore.episodes.facts import SPLIT, TRAIN, merge_info, split_groups, split_of
 from expstore.episodes.fragments import CapturedFragments, Fragments, cut_out, find_fragments, last_ids
-from expstore.episodes.log import EPISODE, HEAD, NO_RETURN, EndedEpisodes, Episode, LogEntry
+from expstore.episodes.log import EPISODE, HEAD, NO_RETURN, EndedEpisodes, Episode, LogEntry, LogItem
 from expstore.episodes.segmentation import (
     CUT,
     HAS_TRAJECTORY,
@@ -608,7 +608,7 @@ class EpisodeTable:
         time: int,
         sequence: int,
         info: str = "",
-    ) -> list[LogEntry | EndedEpisodes]:
+    ) -> Sequence[LogItem]:
         """Apply the decisions of `assign`; return the log entries of changed episodes and new sources.
 
         Args:
@@ -619,7 +619,7 @@ class EpisodeTable:
             sequence: LSN of its commit record.
             info: Facts to attach to its episodes, as JSON text.
         """
-        entries: list[LogEntry | EndedEpisodes] = []
+        entries: list[LogItem] = []
         if sources:
             entries += [self._add_source(source, time) for source in sources]
         if self.heirs:
@@ -858,7 +858,7 @@ class EpisodeTable:
         time: int,
         sequence: int,
         info: tuple[str, str],
-        entries: list[LogEntry | EndedEpisodes],
+        entries: list[LogItem],
     ) -> None:
         """Add a segment's rows to its episode; `info`: new facts, and the info of an episode without any."""
         number, trajectory, step, source, start, rows, stride, ret, status, flags = segment

@@ -45,7 +45,7 @@ from expstore.storages.snapshots.catalog import Version
 from expstore.wire.codec import Codec, Decoder, Encoder, with_wishes
 from expstore.wire.frames import Frame
 from expstore.wire.stream import frames_in, read_table, write_stream
-from expstore.wire.tables import describe_left_out, find_names, is_table, take_table, to_table
+from expstore.wire.tables import TableReader, describe_left_out, find_names, is_table, to_table
 
 _logger = logging.getLogger("expstore")
 #: Batches that an iteration asks for at a time: about a megabyte of small ones goes into a part of an answer.
@@ -134,7 +134,7 @@ class RemoteReplayBuffer(ServedBuffer[int]):
         if is_tensor_collection(first):
             return lazy_stack(data) if isinstance(data, list) else data
         if is_table(data) and not single:
-            told, columns = take_table(data, self._fetch_fields(), skip=skip)
+            told, columns = TableReader().read(data, self._fetch_fields(), skip=skip)
             return Codec(told.schema).build(columns, told.batch_size, told.names)
         if not isinstance(first, Mapping):
             return data

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from expstore.core import tuning
 from expstore.episodes import table as table_module
 from expstore.episodes.fragments import Fragments, clip, count_live
-from expstore.episodes.log import EndedEpisodes, LogEntry
+from expstore.episodes.log import EndedEpisodes, LogEntry, flatten
 from expstore.episodes.segmentation import CUT, NEW, OPEN, TERMINATED, TRUNCATED, Steps
 from expstore.episodes.sessions import End, NewSource, SessionKey
 from expstore.episodes.table import EpisodeTable, pack_segments, unpack_segments
@@ -235,7 +235,7 @@ class World:
         entries = table.commit(
             assignment.segments, assignment.sources, first_id=first, time=batch.time, sequence=batch.time
         )
-        self.log += [one for some in entries for one in (some if isinstance(some, EndedEpisodes) else [some])]
+        self.log += flatten(entries)
 
     def index_catches_up(self) -> None:
         if self.index_content == self.content:
