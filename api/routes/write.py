@@ -22,6 +22,7 @@ from expstore.api.dependencies import (
     Session,
     Store,
     StoreName,
+    annotations_body,
     create_router,
     problems,
     rows_body,
@@ -29,7 +30,7 @@ from expstore.api.dependencies import (
 from expstore.api.errors import Refusal
 from expstore.api.examples import FIELDS
 from expstore.api.request_models import Items, RequestModel
-from expstore.api.rows import check_ids, take_rows
+from expstore.api.rows import annotate_from, check_ids, take_rows
 from expstore.api.samplers import Limited
 from expstore.api.stores import Served
 from expstore.core.arguments import MOST_ROWS
@@ -365,6 +366,31 @@ async def priorities(store: Store, asked: Priorities, idempotency_key: Idempoten
         return store.updates.once(key, lambda: int(store.rb.update_priority(id=ids, priority=values)))
 
     return Updated(updated=await store.run(update))
+
+
+@router.post(
+    "/stores/{name}/annotations",
+    summary="Annotate rows",
+    responses=problems(408, 413, 415, 507),
+    openapi_extra=annotations_body(),
+)
+async def annotate_rows(
+    request: Request, store: Store, limits: Limits, idempotency_key: IdempotencyKey = None
+) -> Done:
+    """Add values that were computed after the rows, such as advantages, to stored rows: all or none.
+
+    A field that does not exist is added. Nothing is overwritten: the newest value of a row is in batches and
+    SQL, the older ones are in the relation `annotations`. A request that is repeated with its key writes
+    nothing; the server remembers these keys until it ends. Status 404: a row is not in the store.
+    """
+    kind, key = content_type(request), read_key(idempotency_key)
+    body = await read_body(request)
+
+    def act() -> None:
+        annotate_from(store, kind, body, rows=limits.max_rows)
+
+    await store.run(lambda: store.updates.once(key and b"annotations " + key, act))
+    return Done()
 
 
 @router.post("/stores/{name}/flush", summary="Sync a store to disk", responses=problems(507))

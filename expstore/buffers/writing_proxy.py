@@ -162,6 +162,11 @@ class WritingProxy:
         """Note facts about an episode, as JSON text; return all facts about it now."""
         return str(self._ask({"do": "annotate", "episode": episode_id, "changes": changes}).decode())
 
+    def annotate_rows(self, packed: bytes) -> None:
+        """Annotate rows: an Arrow stream of what `pack_annotations` returns."""
+        with self._lock:
+            self._require_link().call(Call(to_text({"do": "annotate_rows"}), 0, len(packed)), (), (), packed)
+
     def end(self, source: str | None, *, unnamed: bool = False, lanes: Sequence[int] | None = None) -> None:
         """End open episodes of this session.
 
