@@ -217,7 +217,8 @@ def make_entry(schema: Schema, key: Key, dtype: str, shape: tuple[int, ...] | No
         loose = ragged_of(found[0].arrow) if found else None
         if shape is not None or loose is None or not loose.is_list:
             raise SchemaError(
-                f"like={like!r} does not fit field {name!r}: both fields must have rows of any length",
+                f"like={key_name(other)!r} does not fit field {name!r}: both fields must have rows of any "
+                "length",
                 hint=f"the store has {schema!r}",
             )
     if shape is not None:
@@ -290,7 +291,13 @@ def _split(key: Key, passed: Any) -> _Given:
     rows = [row.detach().cpu().numpy() if isinstance(row, torch.Tensor) else row for row in passed]
     if not any(_is_list(row) or getattr(row, "ndim", 0) for row in rows):
         return _Given([row.item() if isinstance(row, np.ndarray) else row for row in rows])
-    arrays = [np.asarray(row) for row in rows]
+    try:
+        arrays = [np.asarray(row) for row in rows]
+    except ValueError as exc:  # lists of lists of different lengths
+        raise SchemaError(
+            f"field {name!r}: rows have lists of lists",
+            hint="give a flat list or array of numbers for each id",
+        ) from exc
     wrong = next((n for n, row in enumerate(arrays) if row.ndim != 1 or row.dtype.hasobject), None)
     if wrong is not None:
         raise SchemaError(
