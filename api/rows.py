@@ -138,8 +138,8 @@ def _column_of(entry: Field, values: Any) -> Any:
     return column
 
 
-def annotate_from(served: Served, kind: str, body: bytearray, *, rows: int) -> None:
-    """Annotate rows with the values in a body.
+def annotate_from(served: Served, kind: str, body: bytearray, *, rows: int) -> int:
+    """Annotate rows with the values in a body; return the number of ids.
 
     Args:
         served: The store with the rows.
@@ -155,7 +155,7 @@ def annotate_from(served: Served, kind: str, body: bytearray, *, rows: int) -> N
         schema, batches = read_batches(body, lambda _: None, rows=rows)
         packed = unpack_annotations(pa.Table.from_batches(batches, schema))
         served.rb.annotate(packed.ids, packed.values, by=packed.by, like=packed.like)
-        return
+        return len(packed.ids)
     asked = load_json(body)
     known = {"ids", "values", "by", "like"}
     if not isinstance(asked, Mapping) or not {"ids", "values"} <= set(asked) <= known:
@@ -172,6 +172,7 @@ def annotate_from(served: Served, kind: str, body: bytearray, *, rows: int) -> N
             raise Refusal(422, f"{name} is {str(text)[:40]}", hint="send a text")
     fields = {tuple(name.split(".")): found for name, found in values.items()}
     served.rb.annotate(numbers, fields, by=by, like=None if like is None else tuple(like.split(".")))
+    return len(numbers)
 
 
 def answer_rows(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -376,7 +377,7 @@ async def priorities(store: Store, asked: Priorities, idempotency_key: Idempoten
 )
 async def annotate_rows(
     request: Request, store: Store, limits: Limits, idempotency_key: IdempotencyKey = None
-) -> Done:
+) -> Updated:
     """Add values that were computed after the rows, such as advantages, to stored rows: all or none.
 
     A field that does not exist is added. Nothing is overwritten: the newest value of a row is in batches and
@@ -386,11 +387,11 @@ async def annotate_rows(
     kind, key = content_type(request), read_key(idempotency_key)
     body = await read_body(request)
 
-    def act() -> None:
-        annotate_from(store, kind, body, rows=limits.max_rows)
+    def update() -> int:
+        act = partial(annotate_from, store, kind, body, rows=limits.max_rows)
+        return store.updates.once(key and b"annotations " + key, act)
 
-    await store.run(lambda: store.updates.once(key and b"annotations " + key, act))
-    return Done()
+    return Updated(updated=await store.run(update))
 
 
 @router.post("/stores/{name}/flush", summary="Sync a store to disk", responses=problems(507))

@@ -625,8 +625,8 @@ def _parse(cursor: duckdb.DuckDBPyConnection, text: str, sql: str) -> dict[str, 
         if tree["error_type"] == "not implemented" or why.startswith("SELECT clause"):
             # DuckDB explains the SELECT around the text, not the text.
             raise _refusal(text, "it is not one SQL expression")
-        if found := _GROUP_COLUMN.search(text):
-            raise _build_group_error(repr(text), found[1])
+        if named := _GROUP_COLUMN.search(text):
+            raise _build_group_error(repr(text), named[1])
         raise QueryError(f"{text!r} is not an SQL expression: {why}")
     statements = tree["statements"]
     if len(statements) != 1:
