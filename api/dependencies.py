@@ -156,6 +156,41 @@ def rows_body(count: int) -> dict[str, Any]:
     }
 
 
+def annotations_body() -> dict[str, Any]:
+    """Return the OpenAPI description of a body of annotations, with an example."""
+    content: dict[str, Any] = {
+        ARROW: {
+            "schema": {
+                "type": "string",
+                "format": "binary",
+                "description": "An Arrow IPC stream: a column `id`, and one for each field. Values of any "
+                "length are lists.",
+            },
+            "examples": examples.arrow_annotations(),
+        },
+        "application/json": {"schema": _ANNOTATIONS, "example": examples.ANNOTATIONS},
+    }
+    told = f"Ids of rows and a value for each, as `{ARROW}` or `application/json`."
+    return {"requestBody": {"required": True, "description": told, "content": content}}
+
+
+_ANNOTATIONS = {
+    "type": "object",
+    "properties": {
+        "ids": {"type": "array", "items": {"type": "integer"}, "description": "Ids of the rows."},
+        "values": _COLUMNS
+        | {
+            "description": "A list per field, with a number or, for values of any length, a list per row. "
+            "New fields get the dtype `float32`, `int64` or `bool`."
+        },
+        "by": {"type": "string", "description": "Name of what has computed the values; it can be missing."},
+        "like": {
+            "type": "string",
+            "description": "For new fields of any length: the field with as many values in each row.",
+        },
+    },
+    "required": ["ids", "values"],
+}
 _ROWS = {
     "type": "object",
     "properties": {

@@ -1,7 +1,7 @@
 """Idempotency keys of requests that were done: a repeated one gets the answer of the first.
 
-Used for changes that the store does not record with a key, such as priorities. The store itself recognizes
-repeated writes of rows, also after a restart; these keys are in the server's memory.
+Used for changes that the store does not record with a key, such as priorities and annotations. The store
+itself recognizes repeated writes of rows, also after a restart; these keys are in the server's memory.
 """
 
 from __future__ import annotations

@@ -8,9 +8,11 @@ from __future__ import annotations
 import base64
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 
+from expstore.buffers.annotations import pack_annotations
 from expstore.wire.codec import Encoder
 from expstore.wire.stream import write_stream
 
@@ -18,6 +20,8 @@ from expstore.wire.stream import write_stream
 FIELDS: dict[str, Any] = {"observation": ["float32", [2]], "action": "int64", "next.reward": ["float32", [1]]}
 #: Two rows of that store, as JSON.
 ROWS: dict[str, Any] = {"observation": [[0.0, 1.0], [0.5, 0.5]], "action": [0, 1], "next.reward": [1.0, 0.5]}
+#: Annotations of these rows, as JSON.
+ANNOTATIONS: dict[str, Any] = {"ids": [1, 2], "values": {"advantage": [0.5, -1.0]}, "by": "trainer-3"}
 #: A batch, as JSON.
 BATCH: dict[str, Any] = {"rows": ROWS | {"index": [0, 1], "id": [1, 2]}}
 #: A result of SQL, as JSON.
@@ -49,6 +53,20 @@ def arrow_examples(rows: int) -> dict[str, Any]:
             "summary": f"{rows} rows, in base64" if rows > 1 else "1 row, in base64",
             "description": "Send the decoded bytes. This Python makes such a stream of two rows:\n\n"
             f"```python\n{ARROW_CODE}```",
+            "value": base64.b64encode(stream).decode(),
+        }
+    }
+
+
+def arrow_annotations() -> dict[str, Any]:
+    """Return `ANNOTATIONS` as an example of a body that is an Arrow stream, in base64."""
+    values = {name: np.array(found, np.float32) for name, found in ANNOTATIONS["values"].items()}
+    stream = write_stream(pack_annotations(ANNOTATIONS["ids"], values, ANNOTATIONS["by"], None))
+    return {
+        "stream": {
+            "summary": "Values of 2 rows, in base64",
+            "description": "Send the decoded bytes. `by` and `like` are in the metadata of the schema under "
+            "`expstore.wishes`, as JSON.",
             "value": base64.b64encode(stream).decode(),
         }
     }

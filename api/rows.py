@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from fastapi.responses import Response
 from tensordict import TensorDictBase
@@ -16,6 +17,7 @@ from tensordict import TensorDictBase
 from expstore.api.bodies import ARROW, ROWS, arrow_answer, json_answer, load_json, rows_to_json
 from expstore.api.errors import Refusal
 from expstore.api.stores import Served
+from expstore.buffers.annotations import unpack_annotations
 from expstore.core.values import key_name
 from expstore.errors import SchemaError
 from expstore.schema.schema import Field
@@ -134,6 +136,43 @@ def _column_of(entry: Field, values: Any) -> Any:
             f"column {name!r} has rows of shape {list(column.shape[1:])}", hint=f"the field is {entry}"
         )
     return column
+
+
+def annotate_from(served: Served, kind: str, body: bytearray, *, rows: int) -> int:
+    """Annotate rows with the values in a body; return the number of ids.
+
+    Args:
+        served: The store with the rows.
+        kind: The media type of the body.
+        body: The body.
+        rows: Maximum number of rows.
+
+    Raises:
+        SchemaError: The body has no annotations, or as `ReplayBuffer.annotate` raises it.
+        Refusal: 400: the body cannot be parsed; 422: it is not an object of ids and values.
+    """
+    if kind == ARROW:
+        schema, batches = read_batches(body, lambda _: None, rows=rows)
+        packed = unpack_annotations(pa.Table.from_batches(batches, schema))
+        served.rb.annotate(packed.ids, packed.values, by=packed.by, like=packed.like)
+        return len(packed.ids)
+    asked = load_json(body)
+    known = {"ids", "values", "by", "like"}
+    if not isinstance(asked, Mapping) or not {"ids", "values"} <= set(asked) <= known:
+        raise Refusal(422, "the body is not an object with ids and values",
+                      hint='send {"ids": [1], "values": {"advantage": [0.5]}}')  # fmt: skip
+    ids, values, by, like = (asked.get(name) for name in ("ids", "values", "by", "like"))
+    numbers = check_ids(ids)
+    if len(numbers) > rows:
+        raise SchemaError(f"the body has more than {rows:,} rows", kind="too_large")
+    if not isinstance(values, Mapping) or not values:
+        raise Refusal(422, "values is not an object of lists by field")
+    for name, text in {"by": by, "like": like}.items():
+        if not isinstance(text, str | None):
+            raise Refusal(422, f"{name} is {str(text)[:40]}", hint="send a text")
+    fields = {tuple(name.split(".")): found for name, found in values.items()}
+    served.rb.annotate(numbers, fields, by=by, like=None if like is None else tuple(like.split(".")))
+    return len(numbers)
 
 
 def answer_rows(

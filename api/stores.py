@@ -101,7 +101,7 @@ class Served:
         #: The open consumers; the buffer closes them.
         self.consumers = ServedConsumers(rb, make)
         self.summarizer = Summarizer(name, path, rb, lambda: self.member.rows_drawn)
-        #: Numbers of rows whose priorities were set, by the keys of the requests.
+        #: Numbers of rows whose priorities were set, or that were annotated, by the keys of the requests.
         self.updates: DoneKeys[int] = DoneKeys()
         #: Answers to requests that have started or ended groups, by their keys.
         self.group_acts: DoneKeys[Any] = DoneKeys()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -22,6 +23,7 @@ from expstore.api.dependencies import (
     Session,
     Store,
     StoreName,
+    annotations_body,
     create_router,
     problems,
     rows_body,
@@ -29,7 +31,7 @@ from expstore.api.dependencies import (
 from expstore.api.errors import Refusal
 from expstore.api.examples import FIELDS
 from expstore.api.request_models import Items, RequestModel
-from expstore.api.rows import check_ids, take_rows
+from expstore.api.rows import annotate_from, check_ids, take_rows
 from expstore.api.samplers import Limited
 from expstore.api.stores import Served
 from expstore.core.arguments import MOST_ROWS
@@ -363,6 +365,31 @@ async def priorities(store: Store, asked: Priorities, idempotency_key: Idempoten
 
     def update() -> int:
         return store.updates.once(key, lambda: int(store.rb.update_priority(id=ids, priority=values)))
+
+    return Updated(updated=await store.run(update))
+
+
+@router.post(
+    "/stores/{name}/annotations",
+    summary="Annotate rows",
+    responses=problems(408, 413, 415, 507),
+    openapi_extra=annotations_body(),
+)
+async def annotate_rows(
+    request: Request, store: Store, limits: Limits, idempotency_key: IdempotencyKey = None
+) -> Updated:
+    """Add values that were computed after the rows, such as advantages, to stored rows: all or none.
+
+    A field that does not exist is added. Nothing is overwritten: the newest value of a row is in batches and
+    SQL, the older ones are in the relation `annotations`. A request that is repeated with its key writes
+    nothing; the server remembers these keys until it ends. Status 404: a row is not in the store.
+    """
+    kind, key = content_type(request), read_key(idempotency_key)
+    body = await read_body(request)
+
+    def update() -> int:
+        act = partial(annotate_from, store, kind, body, rows=limits.max_rows)
+        return store.updates.once(key and b"annotations " + key, act)
 
     return Updated(updated=await store.run(update))
 

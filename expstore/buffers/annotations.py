@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from expstore.buffers.store_handle import StoreHandle
@@ -25,6 +26,8 @@ from expstore.storages.columns.annotated import item_dtype
 from expstore.storages.format.annotation_log import Part
 from expstore.storages.format.renumbering import Renumbering
 from expstore.storages.new_field import NewField, check_new_field, check_present
+from expstore.wire.codec import wishes_of, with_wishes
+from expstore.wire.stream import write_stream
 
 if TYPE_CHECKING:
     from expstore.storages.base import Storage
@@ -58,14 +61,12 @@ def annotate(
     like: str | tuple[str, ...] | None,
 ) -> None:
     """Add values of annotated fields to rows; see `ReplayBuffer.annotate`."""
+    if store.proxy is not None:
+        store.proxy.annotate_rows(write_stream(pack_annotations(ids, values, by, like)).to_pybytes())
+        store.storage.follow()  # it may have a new field
+        return
     storage = store.storage.writer()
-    if not isinstance(values, Mapping) or not values:
-        raise ArgumentError("annotate() takes a dict of values by field, with at least one field")
-    if by is not None and not isinstance(by, str):
-        raise ArgumentError(f"by is the name of what has computed the values, got {by!r}")
-    numbers = to_array(ids)
-    check_numbers("ids", numbers)
-    numbers = numbers.reshape(-1).astype(np.int64, copy=False)
+    numbers = _check(ids, values, by)
     if storage.path is not None and storage.manifest is not None:
         numbers = Renumbering.load(storage.disk, storage.path).present(numbers)
     schema, parts, new = storage.require_schema(), [], []
@@ -90,6 +91,93 @@ def annotate(
     for entry in new:
         fields.add(NewField(entry=entry, specs=storage.settings.specs()))
     fields.annotate(by, numbers, parts)
+
+
+def _check(ids: Any, values: Any, by: Any) -> IntArray:
+    """Check what was passed; return the ids. Shape `(n,)`."""
+    if not isinstance(values, Mapping) or not values:
+        raise ArgumentError("annotate() takes a dict of values by field, with at least one field")
+    if by is not None and not isinstance(by, str):
+        raise ArgumentError(f"by is the name of what has computed the values, got {by!r}")
+    numbers = to_array(ids)
+    check_numbers("ids", numbers)
+    found: IntArray = numbers.reshape(-1).astype(np.int64, copy=False)
+    return found
+
+
+# -- for other processes ---------------------------------------------------------------------------------
+
+
+def pack_annotations(
+    ids: Any, values: Mapping[Any, Any], by: str | None, like: str | tuple[str, ...] | None
+) -> pa.RecordBatch:
+    """Return the arguments of `annotate` as a record batch: a column `id`, and one for each field.
+
+    Raises:
+        ArgumentError: The arguments are not those of `annotate`.
+        SchemaError: Values are not numbers, or there is another number of values than of ids.
+    """
+    numbers = _check(ids, values, by)
+    columns: dict[str, Any] = {"id": pa.array(numbers)}
+    loose = []
+    for passed_name, passed in values.items():
+        key = to_key(passed_name)
+        name = key_name(key)
+        check_no_sample_entry([key])
+        given = _read(key, passed, numbers.size)
+        if not isinstance(given.values, torch.Tensor | np.ndarray):
+            loose.append(name)  # Python numbers, which have no width
+        array = to_array(given.values)
+        array = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
+        _check_dtype(name, str(array.dtype))
+        if given.lengths is not None:
+            kind = pa.ListArray if array.size < 1 << 31 else pa.LargeListArray
+            columns[name] = kind.from_arrays(np.append(0, np.cumsum(given.lengths)), array)
+        elif array.ndim == 1:
+            columns[name] = pa.array(array)
+        else:
+            columns[name] = pa.FixedShapeTensorArray.from_numpy_ndarray(array)
+    told = {"by": by, "like": None if like is None else key_name(to_key(like)), "loose": loose}
+    return with_wishes(pa.RecordBatch.from_pydict(columns), told)
+
+
+class Packed(NamedTuple):
+    """The arguments of `annotate`."""
+
+    ids: Any
+    values: dict[Any, Any]
+    by: str | None
+    like: Key | None
+
+
+def unpack_annotations(table: pa.Table) -> Packed:
+    """Return the arguments that `pack_annotations` has packed; the table may come from anywhere.
+
+    Raises:
+        SchemaError: It has no annotations.
+    """
+    told, names = wishes_of(table.schema), table.column_names
+    by, like, loose = (told.get(name) for name in ("by", "like", "loose"))
+    texts = all(isinstance(text, str | None) for text in (by, like)) and isinstance(loose or [], list)
+    if not texts or names.count("id") != 1 or len(set(names)) != len(names):
+        raise SchemaError(
+            "the columns are no annotations",
+            hint="send a column id, one for each field, and by and like as text",
+        )
+    values = {}
+    for name, column in zip(names, table.columns, strict=True):
+        array = column.combine_chunks()
+        if array.null_count:
+            raise SchemaError(f"column {name!r} has nulls", hint="leave out the ids of these rows")
+        if name in (loose or []):
+            array = array.to_pylist()
+        elif isinstance(array, pa.FixedShapeTensorArray):
+            array = array.to_numpy_ndarray().copy()
+        values[tuple(name.split("."))] = array
+    ids = values.pop(("id",))
+    if not pa.types.is_int64(ids.type):
+        raise SchemaError(f"column 'id' is {ids.type}", hint="send int64")
+    return Packed(ids.to_numpy(), values, by, None if like is None else tuple(like.split(".")))
 
 
 def fit_rows(storage: Storage, entry: Field, ids: IntArray, values: Any) -> Part:
@@ -122,23 +210,28 @@ def make_entry(schema: Schema, key: Key, dtype: str, shape: tuple[int, ...] | No
     """
     name = key_name(key)
     check_no_sample_entry([key])
-    if dtype not in _DTYPES:
-        raise SchemaError(
-            f"field {name!r} would have dtype {dtype}, and annotated fields have numbers",
-            hint="use float32 or another real number, an integer, or bool",
-        )
+    _check_dtype(name, dtype)
     if like is not None:
         other = to_key(like)
         found = [entry for entry in schema.fields if entry.key == other and entry.variable]
         loose = ragged_of(found[0].arrow) if found else None
         if shape is not None or loose is None or not loose.is_list:
             raise SchemaError(
-                f"like={like!r} does not fit field {name!r}: both fields must have rows of any length",
+                f"like={key_name(other)!r} does not fit field {name!r}: both fields must have rows of any "
+                "length",
                 hint=f"the store has {schema!r}",
             )
     if shape is not None:
         return Field(key, dtype, shape, annotated=True)
     return Field(key, ARROW, (), ragged_text(dtype, (None,)), True, () if like is None else to_key(like))
+
+
+def _check_dtype(name: str, dtype: str) -> None:
+    if dtype not in _DTYPES:
+        raise SchemaError(
+            f"field {name!r} would have dtype {dtype}, and annotated fields have numbers",
+            hint="use float32 or another real number, an integer, or bool",
+        )
 
 
 def _declare(storage: ReadView, key: Key, given: _Given, like: Any) -> Field:
@@ -198,7 +291,13 @@ def _split(key: Key, passed: Any) -> _Given:
     rows = [row.detach().cpu().numpy() if isinstance(row, torch.Tensor) else row for row in passed]
     if not any(_is_list(row) or getattr(row, "ndim", 0) for row in rows):
         return _Given([row.item() if isinstance(row, np.ndarray) else row for row in rows])
-    arrays = [np.asarray(row) for row in rows]
+    try:
+        arrays = [np.asarray(row) for row in rows]
+    except ValueError as exc:  # lists of lists of different lengths
+        raise SchemaError(
+            f"field {name!r}: rows have lists of lists",
+            hint="give a flat list or array of numbers for each id",
+        ) from exc
     wrong = next((n for n, row in enumerate(arrays) if row.ndim != 1 or row.dtype.hasobject), None)
     if wrong is not None:
         raise SchemaError(

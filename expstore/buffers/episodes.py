@@ -43,7 +43,7 @@ def remote_session(name: str) -> SessionKey:
     return SessionKey(name, remote=True)
 
 
-def annotate(store: StoreHandle, changes: Mapping[int, str]) -> dict[int, str]:
+def annotate_episodes(store: StoreHandle, changes: Mapping[int, str]) -> dict[int, str]:
     """Merge new facts into those of episodes, by one record; return all facts about these episodes.
 
     Args:
@@ -160,7 +160,7 @@ class Episodes:
         """
         changes = {check_episode(number): pack_info(info) for number, info in facts.items()}
         proxy = self._store.proxy
-        texts = annotate(self._store, changes) if proxy is None else proxy.annotate(changes)
+        texts = annotate_episodes(self._store, changes) if proxy is None else proxy.annotate(changes)
         return {number: json.loads(text) if text else {} for number, text in texts.items()}
 
     def delete(

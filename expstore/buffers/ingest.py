@@ -41,7 +41,7 @@ from expstore.storages.read_view import ReadView, keys_for, layout_of
 from expstore.storages.sessions import end_stream
 from expstore.transforms import Compose
 from expstore.wire.codec import Codec
-from expstore.wire.tables import describe_left_out, find_names, is_table, take_table
+from expstore.wire.tables import TableReader, describe_left_out, find_names, is_table
 from expstore.writers.writers import RoundRobinWriter, Writer
 
 
@@ -138,6 +138,7 @@ class Ingest(StorePart):
         self._skips_metadata = skips_metadata
         self._domain: Domain = NO_DOMAIN
         self._readers: _Readers | None = None
+        self._tables = TableReader()
 
     def attach(self, storage: ReadView) -> None:
         """Write to a storage from now on; drop what was cached for the previous one's schema."""
@@ -156,7 +157,7 @@ class Ingest(StorePart):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy."""
-        return vars(self) | {"_readers": None}
+        return vars(self) | {"_readers": None, "_tables": TableReader()}
 
     def set_writer(self, writer: Writer) -> Writer:
         """Place rows by another writer from now on; return the previous one.
@@ -594,7 +595,7 @@ class Ingest(StorePart):
             raise SchemaError(f"add() takes a single row, got a {type(data).__name__}", hint="use extend()")
         if isinstance(data, (Mapping, list)):  # TensorDicts, which are Mappings too, were handled above
             return take_mapping(data, layout, single=single, skip=skip, schema=schema)
-        table, columns = take_table(data, schema, skip=skip)
+        table, columns = self._tables.read(data, schema, skip=skip)
         if len(table.batch_size) > 1:
             built = Codec(table.schema).build(columns, table.batch_size, table.names)
             return take(built, layout, skip=skip)

@@ -12,7 +12,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from expstore.buffers.episodes import annotate
+from expstore.buffers.annotations import annotate, unpack_annotations
+from expstore.buffers.episodes import annotate_episodes
 from expstore.buffers.groups import Ending, Groups
 from expstore.buffers.ingest import Ingest
 from expstore.buffers.owned_rows import describe_rows
@@ -30,6 +31,7 @@ from expstore.errors import StateError
 from expstore.schema.schema import Schema
 from expstore.storages.sessions import end_episodes, end_sessions, end_stream, end_unnamed, resume
 from expstore.storages.torchrl_memmap import LazyMemmapStorage
+from expstore.wire.stream import read_table
 
 
 class Sharing(StorePart):
@@ -181,7 +183,11 @@ class _Owner:
 
     def annotate(self, changes: Mapping[int, str]) -> dict[int, str]:
         """Attach facts to episodes, as JSON texts; return all facts about these episodes."""
-        return annotate(self._store, changes)
+        return annotate_episodes(self._store, changes)
+
+    def annotate_rows(self, packed: bytes) -> None:
+        """Annotate rows: an Arrow stream of what `pack_annotations` returns."""
+        annotate(self._store, *unpack_annotations(read_table(packed)))
 
     def end(
         self, session: SessionKey, source: str | None, *, unnamed: bool, lanes: Sequence[int] | None

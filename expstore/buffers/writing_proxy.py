@@ -163,6 +163,11 @@ class WritingProxy:
         """Attach facts to episodes, as JSON texts; return all facts about these episodes."""
         return dict(json.loads(self._ask({"do": "annotate", "changes": list(changes.items())})))
 
+    def annotate_rows(self, packed: bytes) -> None:
+        """Annotate rows: an Arrow stream of what `pack_annotations` returns."""
+        with self._lock:
+            self._require_link().call(Call(to_text({"do": "annotate_rows"}), 0, len(packed)), (), (), packed)
+
     def end(self, source: str | None, *, unnamed: bool = False, lanes: Sequence[int] | None = None) -> None:
         """End open episodes of this session.
 

@@ -68,6 +68,9 @@ class Owner(Protocol):
     def annotate(self, changes: Mapping[int, str]) -> dict[int, str]:
         """Attach facts to episodes, as JSON texts; return all facts about these episodes."""
 
+    def annotate_rows(self, packed: bytes) -> None:
+        """Annotate rows: an Arrow stream of what `pack_annotations` returns."""
+
     def end(
         self, session: SessionKey, source: str | None, *, unnamed: bool, lanes: Sequence[int] | None
     ) -> None:
@@ -390,6 +393,8 @@ def _act(worker: _Worker, slot: Slot, call: Call, parsed: _Parsed, owner: Owner)
         return owner.dump(told["path"], keep=told["keep"], tag=told["tag"])
     elif do == "annotate":
         return json.dumps(list(owner.annotate(dict(told["changes"])).items()))
+    elif do == "annotate_rows":
+        owner.annotate_rows(slot.tail(call, parsed.layouts))
     elif do == "end":
         owner.end(worker.session, told["source"], unnamed=told["unnamed"], lanes=told["lanes"])
     elif do == "resume":

@@ -465,6 +465,14 @@ class ShardedReplayBuffer(ServedBuffer[tuple[int, int]]):
         self._queue.reset(int(state_dict["draw"]))
         self._others, self._macro.passed = int(state_dict["others"]), set(state_dict["passed"])
 
+    def annotate(self, *_: Any, **__: Any) -> NoReturn:
+        """Not available: each shard is annotated by itself.
+
+        Raises:
+            RemoteError: Always (kind "local_only").
+        """
+        raise _build_local_error("annotate", "connect() to the store of the rows")
+
     def consumer(self, *_: Any, **__: Any) -> NoReturn:
         """Not available: the log of a consumer is in the folder of one store.
 

@@ -125,9 +125,23 @@ class Fragments:
             self._touch(number)
         return number
 
-    def _touch(self, number: int) -> None:
+    def append(self, columns: IntArray) -> None:
+        """Append runs that continue no fragment. Shape `(5, n)`."""
+        first, size = self._tail, columns.shape[1]
+        while self._tail < first + size:
+            number, place = divmod(self._tail, _BLOCK)
+            if not place:
+                self._blocks[number] = np.zeros((5, _BLOCK), np.int64)
+                self._owned.add(number)
+            done = self._tail - first
+            part = columns[:, done : done + _BLOCK - place]
+            self._blocks[number][:, place : place + part.shape[1]] = part
+            self._tail += part.shape[1]
+        self._touch(*range(first, self._tail))
+
+    def _touch(self, *numbers: int) -> None:
         if self._touched is not None:
-            self._touched.add(number)
+            self._touched.update(numbers)
             if len(self._touched) > _MANY_TOUCHED:
                 self._touched = None
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,16 @@ from expstore.errors import CorruptionError
 # length, crc32c, kind, status, flags, source | episode, trajectory, start, end | return, rows, last id,
 # sequence | generation, bytes of text; 8 bytes zero.
 _ENTRY = struct.Struct("<IIBBHiqqqqdqqqiI8x")
-_HEAD = np.dtype("<u4, <u4, u1, u1, <u2, <i4, <i8, <i8, <i8, <i8, <f8, <i8, <i8, <i8, <i4, <u4, V8")
-_HEAD.names = (
+#: The fixed part of an entry.
+HEAD = np.dtype("<u4, <u4, u1, u1, <u2, <i4, <i8, <i8, <i8, <i8, <f8, <i8, <i8, <i8, <i4, <u4, V8")
+HEAD.names = (
     "size", "crc", "kind", "status", "flags", "source", "episode", "trajectory", "start", "end", "ret",
     "length", "last_id", "sequence", "generation", "text_size", "zeros",
 )  # fmt: skip
-_EPISODE, _SOURCE = 1, 2
+EPISODE, _SOURCE = 1, 2
 _HAS_TRAJECTORY = 1
 _NAMED = 2
-_NO_RETURN = 4
+NO_RETURN = 4
 
 
 @dataclass(slots=True)
@@ -77,13 +79,13 @@ class LogEntry:
         text = self.text.encode()
         if not self.episode and self.source:
             text = json.dumps([self.text, self.session]).encode()
-        text = text.ljust(max(size - _ENTRY.size, -(-len(text) // 8) * 8), b"\0")
+        text = _pad(text, size - _ENTRY.size)
         flags = (_HAS_TRAJECTORY if self.trajectory is not None else 0) | (_NAMED if self.named else 0)
-        flags |= _NO_RETURN if self.ret is None else 0
+        flags |= NO_RETURN if self.ret is None else 0
         head = _ENTRY.pack(
             _ENTRY.size + len(text),
             0,
-            _EPISODE if self.episode else _SOURCE,
+            EPISODE if self.episode else _SOURCE,
             self.status,
             flags,
             self.source,
@@ -142,6 +144,61 @@ class Episode:
         )  # fmt: skip
 
 
+class EndedEpisodes:
+    """Episodes that began and ended in one batch, as columns: a batch may have thousands.
+
+    Args:
+        heads: Their entries, without sizes and checksums. Shape `(n,)`, dtype `HEAD`.
+        texts: The info of each, as JSON text.
+    """
+
+    __slots__ = ("first", "heads", "texts")
+
+    def __init__(self, heads: Array, texts: Sequence[str]) -> None:
+        self.heads, self.texts = heads, texts
+        #: Id of the first episode; the ids are consecutive.
+        self.first = int(heads["episode"][0])
+
+    def __len__(self) -> int:
+        return len(self.heads)
+
+    def __iter__(self) -> Iterator[LogEntry]:
+        return map(_build_entry, _ENTRY.iter_unpack(self.heads.tobytes()), self.texts)
+
+    def entry(self, episode: int) -> LogEntry | None:
+        """Return the entry of an episode, given its id; None if it is not among them."""
+        at = episode - self.first
+        if not 0 <= at < len(self):
+            return None
+        return _build_entry(_ENTRY.unpack(self.heads[at].tobytes()), self.texts[at])
+
+    def pack(self) -> bytes:
+        """Return the bytes of all entries for the file."""
+        texts = [_pad(text.encode()) for text in self.texts]
+        heads, parts, step = self.heads.copy(), list[bytes](), _ENTRY.size
+        heads["text_size"] = list(map(len, texts))
+        heads["size"] = heads["text_size"] + step
+        data = heads.tobytes()
+        for at, text in zip(range(0, len(data), step), texts, strict=True):
+            rest = data[at + 8 : at + step] + text
+            parts += (data[at : at + 4], google_crc32c.value(rest).to_bytes(4, "little"), rest)
+        return b"".join(parts)
+
+
+#: What is appended to the log at once.
+LogItem = LogEntry | EndedEpisodes
+
+
+def flatten(items: Iterable[LogItem]) -> Iterator[LogEntry]:
+    """Yield each entry of what is appended to the log."""
+    return chain.from_iterable([one] if isinstance(one, LogEntry) else one for one in items)
+
+
+def _pad(text: bytes, size: int = 0) -> bytes:
+    """Return a text with zeros after it: at least `size` bytes, a multiple of 8."""
+    return text.ljust(max(size, -(-len(text) // 8) * 8), b"\0")
+
+
 @dataclass(frozen=True, slots=True)
 class NewFacts:
     """New facts about episodes, which are written by one record: all of them or none.
@@ -176,10 +233,9 @@ class NewFacts:
 def _unpack(data: bytes, at: int) -> tuple[LogEntry, int] | None:
     if at + _ENTRY.size > len(data):
         return None
-    (
-        size, crc, _kind, status, flags, source, episode, trajectory, start, end, ret, length, last_id,
-        sequence, generation, text_size,
-    ) = _ENTRY.unpack_from(data, at)  # fmt: skip
+    head = _ENTRY.unpack_from(data, at)
+    size, crc, *_, text_size = head
+    source, episode = head[5:7]
     stop = at + size
     if size != _ENTRY.size + text_size or stop > len(data):
         return None
@@ -190,12 +246,19 @@ def _unpack(data: bytes, at: int) -> tuple[LogEntry, int] | None:
         text = data[at + _ENTRY.size : stop].decode().rstrip("\0") if text_size else ""
         if not episode and source:
             text, session = map(str, json.loads(text))
-    entry = LogEntry(  # by position, which is faster
+    return _build_entry(head, text, session), stop
+
+
+def _build_entry(head: tuple[Any, ...], text: str, session: str = "") -> LogEntry:
+    (
+        _, _, _, status, flags, source, episode, trajectory, start, end, ret, length, last_id, sequence,
+        generation, _,
+    ) = head  # fmt: skip
+    return LogEntry(  # by position, which is faster
         episode, source, trajectory if flags & _HAS_TRAJECTORY else None, start, end,
-        None if flags & _NO_RETURN else ret, length, last_id, status, sequence, generation, text,
+        None if flags & NO_RETURN else ret, length, last_id, status, sequence, generation, text,
         bool(flags & _NAMED), session,
     )  # fmt: skip
-    return entry, stop
 
 
 def salvage(data: bytes) -> tuple[list[LogEntry], list[tuple[int, int]]]:
@@ -330,8 +393,8 @@ class LogColumns:
             at += size
         self._data = data
         self._offsets = np.array(offsets, np.int64)
-        #: One element per entry, with the fields of `_HEAD`. Shape `(n,)`.
-        self.heads: Array = np.frombuffer(b"".join(heads), _HEAD)
+        #: One element per entry, with the fields of `HEAD`. Shape `(n,)`.
+        self.heads: Array = np.frombuffer(b"".join(heads), HEAD)
         wrong = np.flatnonzero(self.heads["size"] != np.int64(least) + self.heads["text_size"])
         if len(wrong) or at != len(data):
             raise CorruptionError(f"{name} is damaged at byte {offsets[wrong[0]] if len(wrong) else at}")
@@ -366,7 +429,7 @@ class LogColumns:
 
     def has_return(self) -> Array:
         """Return for each entry whether it has a return. Shape `(n,)`, bool."""
-        found: Array = (self.heads["flags"] & _NO_RETURN) == 0
+        found: Array = (self.heads["flags"] & NO_RETURN) == 0
         return found
 
 
@@ -395,9 +458,9 @@ class EpisodeLog(Checkpointed):
         self._surplus = size > length
         self.length = length
         self.dirty = False
-        self._waiting: list[LogEntry] = []
+        self._waiting: list[LogItem] = []
 
-    def append(self, entries: Iterable[LogEntry]) -> None:
+    def append(self, entries: Iterable[LogItem]) -> None:
         """Queue entries for `flush`. This must not fail, because their rows are published already."""
         self._waiting += entries
 

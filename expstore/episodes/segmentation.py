@@ -71,8 +71,13 @@ Piece = tuple[int, int | None, bool | None, int, int, int, int, float]
 Run = tuple[int, int, float, int, int | None]
 
 
-def cut_lane(steps: Steps, kernels: ModuleType) -> list[Piece]:
-    """Cut a batch of one lane as `cut_batch` does, by a compiled loop."""
+def find_runs(steps: Steps, kernels: ModuleType) -> tuple[IntArray, Array]:
+    """Cut a batch of one lane as `cut_batch` does, by a compiled loop.
+
+    Returns:
+        First row, number of rows, status, trajectory and `starts` of each run, and its sum of rewards. Shapes
+        `(runs, 5)` and `(runs,)`.
+    """
     n = steps.count
     rewards = _NO_FLOATS if steps.rewards is None else steps.rewards
     if rewards.dtype != np.float32:
@@ -87,12 +92,14 @@ def cut_lane(steps: Steps, kernels: ModuleType) -> list[Piece]:
         table,
         sums,
     )
-    named = steps.trajectories is not None
+    return table[:runs], sums[:runs]
+
+
+def list_pieces(table: IntArray, sums: Array, *, named: bool) -> list[Piece]:
+    """Return the result of `find_runs` as pieces; `named`: rows have trajectory ids."""
     return [
         (0, trajectory if named else None, start, row, count, 1, status, ret)
-        for (row, count, status, trajectory, start), ret in zip(
-            table[:runs].tolist(), sums[:runs].tolist(), strict=True
-        )
+        for (row, count, status, trajectory, start), ret in zip(table.tolist(), sums.tolist(), strict=True)
     ]
 
 

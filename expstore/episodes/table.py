@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import itertools
 import struct
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from types import ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -25,7 +26,16 @@ from expstore.core.id_set import IdSet
 from expstore.core.values import Array, IntArray
 from expstore.episodes.facts import SPLIT, TRAIN, merge_info, split_groups, split_of
 from expstore.episodes.fragments import CapturedFragments, Fragments, cut_out, find_fragments, last_ids
-from expstore.episodes.log import Episode, LogEntry, NewFacts
+from expstore.episodes.log import (
+    EPISODE,
+    HEAD,
+    NO_RETURN,
+    EndedEpisodes,
+    Episode,
+    LogEntry,
+    LogItem,
+    NewFacts,
+)
 from expstore.episodes.segmentation import (
     CUT,
     HAS_TRAJECTORY,
@@ -38,8 +48,9 @@ from expstore.episodes.segmentation import (
     Run,
     Steps,
     cut_batch,
-    cut_lane,
+    find_runs,
     is_new_episode,
+    list_pieces,
 )
 from expstore.episodes.sessions import End, Heir, NewSource, Resume, Session, SessionKey
 from expstore.episodes.sources import lane_names, lane_of, stream_of
@@ -83,8 +94,69 @@ _MAKE = partial(tuple.__new__, Segment)
 SEGMENT_BYTES = _SEGMENT.size
 
 
+#: A segment as in a commit record.
+_COLUMNS = np.dtype(
+    {
+        "names": Segment._fields,
+        "formats": ["<i8", "<i8", "<i8", "<i4", "<i4", "<i4", "<i4", "<f8", "u1", "u1"],
+        "itemsize": SEGMENT_BYTES,
+    }
+)
+#: A batch of one lane with more runs becomes columns.
+_MANY_RUNS = 8
+
+
+class LaneSegments(Sequence[Segment]):
+    """The segments of many episodes of one lane without trajectory ids, as columns.
+
+    All but the last end their episode, and all but the first begin one; episodes have consecutive ids.
+
+    Args:
+        columns: The segments, as `Segment` describes them. Shape `(n,)`.
+    """
+
+    __slots__ = ("_data", "columns")
+
+    def __init__(self, columns: Array) -> None:
+        self.columns, self._data = columns, columns.tobytes()
+
+    @classmethod
+    def of(cls, first: Segment, table: IntArray, sums: Array, following: int) -> LaneSegments:
+        """Return the segments of a batch.
+
+        Args:
+            first: The first one.
+            table: The runs of the batch; see `find_runs`. Shape `(n, 5)`.
+            sums: The sum of rewards of each. Shape `(n,)`.
+            following: Id of the second episode.
+        """
+        columns = np.zeros(len(sums), _COLUMNS)
+        columns["episode"] = np.arange(following - 1, following - 1 + len(sums))
+        columns["source"], columns["stride"] = first.source, 1
+        columns["flags"] = first.flags | NEW
+        columns["start"], columns["rows"], columns["status"] = table[:, :3].T
+        columns["ret"] = sums
+        columns[0] = first
+        return cls(columns)
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    def __iter__(self) -> Iterator[Segment]:
+        return map(_MAKE, _SEGMENT.iter_unpack(self._data))
+
+    def __getitem__(self, at: Any) -> Any:
+        return list(self)[at]
+
+    def pack(self) -> bytes:
+        """Return the bytes for a commit record."""
+        return self._data
+
+
 def pack_segments(segments: Iterable[Segment]) -> bytes:
     """Return segments as bytes for a commit record (56 bytes each)."""
+    if isinstance(segments, LaneSegments):
+        return segments.pack()
     return b"".join(itertools.starmap(_SEGMENT.pack, segments))
 
 
@@ -119,7 +191,7 @@ class Assignment:
         restarted: Names of sources whose first row does not continue the open episode and begins another one.
     """
 
-    segments: list[Segment]
+    segments: Sequence[Segment]
     numbers: IntArray
     sources: list[NewSource] = field(default_factory=list)
     restarted: list[str] = field(default_factory=list)
@@ -271,6 +343,7 @@ class EpisodeTable:
         self._open = OpenEpisodes()
         self._resumable: WeakValueDictionary[int, Episode] = WeakValueDictionary()  # those that are cut
         self._changed: dict[int, Episode] = {}
+        self._ended: list[EndedEpisodes] = []  # changed, too; `_changed` has those that changed again
         self._faded: set[int] = set()
         self._cut: set[int] = set()  # episodes whose fragments the index must read again
         self._sources: dict[int, LogEntry] = {}
@@ -314,20 +387,26 @@ class EpisodeTable:
             source, steps.lane_count, steps.session or self.session
         )
         self._low = low
+        runs: tuple[IntArray, Array] | None = None
+        order: IntArray | None = None
         if steps.count == 1:
-            pieces, order = [self._single(steps)], None
+            pieces = [self._single(steps)]
         elif self.kernels is not None and steps.lane_count == 1:
-            pieces, order = cut_lane(steps, self.kernels), None
+            runs, named = find_runs(steps, self.kernels), steps.trajectories is not None
+            if len(runs[1]) <= _MANY_RUNS or named or self.heirs or not runs[0][:-1, 2].all():
+                pieces, runs = list_pieces(*runs, named=named), None
+            else:
+                pieces = list_pieces(runs[0][:1], runs[1][:1], named=False)
         else:
             pieces, order = cut_batch(steps)
-        segments: list[Segment] = []
-        pending: dict[tuple[int, int | None], tuple[int, int, int] | None] = {}
-        next_episode = self.next_episode
         restarted: list[str] = []
         unrewarded = NO_REWARD if steps.rewards is None else 0
         restarts: Collection[int] = ()
         if observations is not None:
             restarts = self._find_new_episodes(pieces, numbers, names, observations, compares=steps.linked)
+        segments: Sequence[Segment] = (made := list[Segment]())
+        pending: dict[tuple[int, int | None], tuple[int, int, int] | None] = {}
+        next_episode = self.next_episode
         for place, piece in enumerate(pieces):
             lane, trajectory, starts, row, count, stride, status, ret = piece
             number = numbers[lane]
@@ -347,11 +426,11 @@ class EpisodeTable:
                 next_episode += 1
                 flags |= NEW
             name, step, _ = known
-            segments.append(
-                Segment(name, trajectory or 0, step, number, row, count, stride, ret, status, flags)
-            )
+            made.append(Segment(name, trajectory or 0, step, number, row, count, stride, ret, status, flags))
             over = status == TERMINATED or (status == TRUNCATED and trajectory is None)
             pending[key] = None if over else (name, step + count, status)
+        if runs is not None:
+            segments = LaneSegments.of(made[0], *runs, next_episode)
         if observations is not None and self.heirs:
             self._check_heirs(segments, dict(zip(numbers, names, strict=True)))
         numbers_of_rows = _spread(segments, steps.count, order, first_id, time, self.kernels)
@@ -538,7 +617,7 @@ class EpisodeTable:
         time: int,
         sequence: int,
         info: str = "",
-    ) -> list[LogEntry]:
+    ) -> Sequence[LogItem]:
         """Apply the decisions of `assign`; return the log entries of changed episodes and new sources.
 
         Args:
@@ -549,15 +628,24 @@ class EpisodeTable:
             sequence: LSN of its commit record.
             info: Facts to attach to its episodes, as JSON text.
         """
-        entries = [self._add_source(source, time) for source in sources] if sources else []
+        entries: list[LogItem] = []
+        if sources:
+            entries += [self._add_source(source, time) for source in sources]
         if self.heirs:
             for segment in segments:
                 self._note_continued(segment.source, segment.episode, is_row=True)
         info, groups = split_groups(info) if info else ("", None)
         alone = merge_info("", info) if info else ""  # once: most of a batch's episodes have none yet
-        for segment in segments:
+        columns = segments.columns if isinstance(segments, LaneSegments) else None
+        for segment in segments if columns is None else [_MAKE(columns[0].item())]:
             text = alone if groups is None or not segment.flags & NEW else next(groups)
             self._commit_segment(segment, first_id, time, sequence, (info or text, text), entries)
+        if columns is not None:
+            texts = [alone] * (len(columns) - 2) if groups is None else list(islice(groups, len(columns) - 2))
+            entries.append(self._commit_ended(columns[1:-1], first_id, time, sequence, texts))
+            text = alone if groups is None else next(groups)
+            last = _MAKE(columns[-1].item())
+            self._commit_segment(last, first_id, time, sequence, (info or text, text), entries)
         if self.fragments.crowded:
             self.evict(self._low)
         return entries
@@ -583,7 +671,11 @@ class EpisodeTable:
 
     def find(self, number: int) -> Episode | None:
         """Return an episode that is open, can be resumed, or is not in the index yet; otherwise None."""
-        return self._changed.get(number) or self._open.find_by_id(number) or self._resumable.get(number)
+        found = self._changed.get(number) or self._open.find_by_id(number) or self._resumable.get(number)
+        if found is None and (at := bisect_right(self._ended, number, key=attrgetter("first"))):
+            entry = self._ended[at - 1].entry(number)
+            found = None if entry is None else Episode.of(entry)
+        return found
 
     # -- sessions --------------------------------------------------------------------------------
 
@@ -772,7 +864,7 @@ class EpisodeTable:
         time: int,
         sequence: int,
         info: tuple[str, str],
-        entries: list[LogEntry],
+        entries: list[LogItem],
     ) -> None:
         """Add a segment's rows to its episode; `info`: new facts, and the info of an episode without any."""
         number, trajectory, step, source, start, rows, stride, ret, status, flags = segment
@@ -812,6 +904,38 @@ class EpisodeTable:
             entries.append(episode.entry(sequence, self.generation))
         if not is_over and not is_known:
             self._open.put(episode)
+
+    def _commit_ended(
+        self, columns: Array, first_id: int, time: int, sequence: int, texts: Sequence[str]
+    ) -> EndedEpisodes:
+        """Do what `_commit_segment` does for segments that begin and end an episode, at once.
+
+        Args:
+            columns: The segments; see `LaneSegments`.
+            first_id: Id of the batch's first row.
+            time: Time of the batch.
+            sequence: LSN of its commit record.
+            texts: The info of each episode.
+        """
+        heads, firsts, rows = np.zeros(len(columns), HEAD), first_id + columns["start"], columns["rows"]
+        heads["kind"], heads["start"], heads["end"] = EPISODE, time, time
+        heads["sequence"], heads["generation"] = sequence, self.generation
+        for name in ("episode", "source", "status"):
+            heads[name] = columns[name]
+        heads["flags"] = np.where(columns["flags"] & NO_REWARD, NO_RETURN, 0)
+        heads["ret"], heads["length"], heads["last_id"] = 0.0 + columns["ret"], rows, firsts + rows - 1
+        ended = EndedEpisodes(heads, texts)
+        episodes = range(ended.first, ended.first + len(ended))
+        self.next_episode = episodes.stop
+        if (split := split_of(texts[0])) != TRAIN:
+            self.split_names.add(split)
+            self.splits.update(dict.fromkeys(episodes, split))
+        self.fragments.append(
+            np.stack([columns["episode"], columns["step"], rows, firsts, columns["stride"]])
+        )
+        self._ended.append(ended)
+        self.touched.add(*episodes)
+        return ended
 
     def _note_split(self, episode: Episode) -> None:
         if (split := split_of(episode.text)) != TRAIN:
@@ -943,21 +1067,25 @@ class EpisodeTable:
             list(self._sources.values()),
             self.open_entries()
             if whole
-            else [episode.entry(0, self.generation) for episode in self._changed.values()],
+            else [
+                *(entry for ended in self._ended for entry in ended if entry.episode not in self._changed),
+                *(episode.entry(0, self.generation) for episode in self._changed.values()),
+            ],
             np.fromiter(faded, np.int64, len(faded)),
             np.fromiter(cut, np.int64, len(cut)),
             self.fragments.capture(),
         )
         self._sources.clear()
         self._changed.clear()
+        self._ended.clear()
         faded.clear()
         cut.clear()
         return changes
 
     @property
     def waiting(self) -> int:
-        """Number of changed episodes that the index lacks."""
-        return len(self._changed)
+        """Number of changes of episodes that the index lacks."""
+        return len(self._changed) + sum(map(len, self._ended))
 
 
 def _build_not_continued_error(name: str, episode: int) -> SchemaError:
@@ -969,7 +1097,7 @@ def _build_not_continued_error(name: str, episode: int) -> SchemaError:
 
 
 def _spread(
-    segments: list[Segment],
+    segments: Sequence[Segment],
     n: int,
     order: IntArray | None,
     first_id: int,
@@ -979,7 +1107,11 @@ def _spread(
     """Return id, episode, step and time of every row. Shape `(4, n)`."""
     if n == 1:
         return np.array([[first_id], [segments[0].episode], [segments[0].step], [time]])
-    runs = np.array(list(map(_RUN_OF, segments)))
+    if isinstance(segments, LaneSegments):
+        columns = segments.columns
+        runs = np.stack([columns["episode"], columns["step"], columns["rows"]], axis=1)
+    else:
+        runs = np.array(list(map(_RUN_OF, segments)))
     numbers = np.empty((4, n), np.int64)
     if kernels is not None and order is None:
         kernels.spread_runs(runs, first_id, time, numbers)
@@ -1005,10 +1137,10 @@ class ChangedIds:
         self._ids: deque[int] = deque(maxlen=1 << 16)
         self.count = 0
 
-    def add(self, episode: int) -> None:
-        """Record that an episode has changed."""
-        self._ids.append(episode)
-        self.count += 1
+    def add(self, *episodes: int) -> None:
+        """Record that episodes have changed."""
+        self._ids.extend(episodes)
+        self.count += len(episodes)
 
     def since(self, count: int) -> IntArray | None:
         """Return the episodes changed since `count` had this value. Shape `(n,)`; None if too many."""

@@ -269,7 +269,8 @@ class Filler:
         """Split a batch into segments; return them, and the infos of episodes that begin."""
         episodes, steps, ends = given.episodes, given.steps, given.last
         first_id = self._storage.last + 1
-        made = Assignment([], np.empty((4, episodes.size), np.int64))
+        segments: list[Segment] = []
+        made = Assignment(segments, np.empty((4, episodes.size), np.int64))
         made.numbers[0] = np.arange(first_id, first_id + episodes.size)
         terminated, truncated, rewards = self._read_facts(given.columns)
         noted: list[tuple[int, str]] = []
@@ -288,7 +289,7 @@ class Filler:
                     status = TERMINATED
                 elif truncated is not None and truncated[last]:
                     status = TRUNCATED
-            made.segments.append(
+            segments.append(
                 Segment(
                     episode=progress.number,
                     trajectory=known.trajectory or 0,

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection, lazy_stack
 
+from expstore.buffers.annotations import pack_annotations
 from expstore.buffers.consumer import Keep, Place
 from expstore.buffers.domain_checks import asks_for_domain
 from expstore.buffers.groups import Ending, Groups
@@ -45,7 +46,7 @@ from expstore.storages.snapshots.catalog import Version
 from expstore.wire.codec import Codec, Decoder, Encoder, with_wishes
 from expstore.wire.frames import Frame
 from expstore.wire.stream import frames_in, read_table, write_stream
-from expstore.wire.tables import describe_left_out, find_names, is_table, take_table, to_table
+from expstore.wire.tables import TableReader, describe_left_out, find_names, is_table, to_table
 
 _logger = logging.getLogger("expstore")
 #: Batches that an iteration asks for at a time: about a megabyte of small ones goes into a part of an answer.
@@ -134,7 +135,7 @@ class RemoteReplayBuffer(ServedBuffer[int]):
         if is_tensor_collection(first):
             return lazy_stack(data) if isinstance(data, list) else data
         if is_table(data) and not single:
-            told, columns = take_table(data, self._fetch_fields(), skip=skip)
+            told, columns = TableReader().read(data, self._fetch_fields(), skip=skip)
             return Codec(told.schema).build(columns, told.batch_size, told.names)
         if not isinstance(first, Mapping):
             return data
@@ -358,6 +359,37 @@ class RemoteReplayBuffer(ServedBuffer[int]):
 
     def _set_priorities(self, ids: IntArray, values: NDArray[np.float64]) -> int:
         return self.member.set_priorities(ids, values)
+
+    def annotate(
+        self,
+        ids: Any,
+        values: Mapping[Any, Any],
+        *,
+        by: str | None = None,
+        like: str | tuple[str, ...] | None = None,
+    ) -> None:
+        """Add values that are computed after the rows to stored rows; see `ReplayBuffer.annotate`.
+
+        The values survive a crash of the server's process when this returns. A request whose answer is lost
+        is sent again, and the server writes its values once; only if it was restarted in between, the
+        relation `annotations` may have them twice.
+
+        Args:
+            ids: Ids of the rows, as samples have them. Shape `(n,)`.
+            values: Values by field; dots in a name separate groups.
+            by: Name of what has computed them.
+            like: For new fields of any length: the field that has as many values in each row.
+
+        Raises:
+            SchemaError: Values have another shape, length or dtype than the field, or the field is written
+                with its rows.
+            NotFoundError: A row is not in the store.
+            StateError: The store has no rows yet, is a version, or keeps the best rows.
+            RemoteError: The server did not answer. Otherwise no value was written, whatever is raised.
+        """
+        body = write_stream(pack_annotations(ids, values, by, like)).to_pybytes()
+        self._connection.request("POST", "annotations", body=body, kind=ARROW, write=True)
+        self._fields = None
 
     # -- queries and versions --------------------------------------------------------------------
 

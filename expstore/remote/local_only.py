@@ -45,7 +45,6 @@ INSTEAD: Mapping[str, str] = {
     "set_at_": _MANAGE,
     "update_": _MANAGE,
     "update_if_present": _MANAGE,
-    "annotate": _MANAGE,
     "submit_update_if_present": _MANAGE,
     "empty": _MANAGE,
     "episodes.delete": _MANAGE,
@@ -153,7 +152,6 @@ class LocalOnly:
     set_at_ = _refuse("set_at_")
     update_ = _refuse("update_")
     update_if_present = _refuse("update_if_present")
-    annotate = _refuse("annotate")
     submit_update_if_present = _refuse("submit_update_if_present")
     empty = _refuse("empty")
     columns = _Columns()

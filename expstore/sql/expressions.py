@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -100,6 +101,11 @@ _ROWS = ("_id", "_index", "_episode", "_step", "_time")
 _LOOSE_BYTES = 4096
 #: Interval at which a query past its deadline is interrupted: an interrupt before DuckDB starts is lost.
 _INTERRUPT_SECONDS = 0.05
+
+#: Columns that only the relation `groups` has.
+_OF_GROUPS = {"mean_return", "std_return", "min_version", "max_version"}
+#: A column of a group, which DuckDB does not parse: GROUP is a keyword.
+_GROUP_COLUMN = re.compile(r"\bgroup\s*\.\s*(\w+)", re.IGNORECASE)
 
 Path = tuple[str, ...]
 
@@ -348,6 +354,9 @@ class Conditions:
                 if path[0] != "episode" and not any(_meet(k, path) for k in known)
             )
             if unknown:
+                *head, last = unknown[0]
+                if head in (["group"], ["groups"]) or (not head and last in _OF_GROUPS):
+                    return _build_group_error(str(self), last)
                 name, facts = key_name(unknown[0]), [f"episode.{fact}" for fact in FACTS]
                 return QueryError(
                     f"{self}: there is no field {name}",
@@ -541,6 +550,13 @@ def _meet(name: Path, path: Path) -> bool:
     return all(a == b for a, b in zip(name, path, strict=False))
 
 
+def _build_group_error(text: str, name: str) -> QueryError:
+    return QueryError(
+        f"{text} names {name} of a group, and only GroupSampler knows groups",
+        hint=f'use expstore.GroupSampler(where="{name} ..."), or a column of episode',
+    )
+
+
 def _refusal(text: str, reason: str) -> QueryError:
     return QueryError(
         f"{text!r} cannot select rows: {reason}",
@@ -609,6 +625,8 @@ def _parse(cursor: duckdb.DuckDBPyConnection, text: str, sql: str) -> dict[str, 
         if tree["error_type"] == "not implemented" or why.startswith("SELECT clause"):
             # DuckDB explains the SELECT around the text, not the text.
             raise _refusal(text, "it is not one SQL expression")
+        if named := _GROUP_COLUMN.search(text):
+            raise _build_group_error(repr(text), named[1])
         raise QueryError(f"{text!r} is not an SQL expression: {why}")
     statements = tree["statements"]
     if len(statements) != 1:

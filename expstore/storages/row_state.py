@@ -14,7 +14,7 @@ from typing import Protocol
 from expstore.core.draw_state import DrawState
 from expstore.core.idempotency import WriteKey, WriteKeys
 from expstore.core.values import Array, Window
-from expstore.episodes.log import LogEntry, NewFacts
+from expstore.episodes.log import LogEntry, LogItem, NewFacts, flatten
 from expstore.episodes.sessions import End, Resume
 from expstore.episodes.table import EpisodeTable
 from expstore.storages.batch import Rows
@@ -61,15 +61,15 @@ class EpisodeList:
     __slots__ = ("_entries",)
 
     def __init__(self, entries: Iterable[LogEntry] = ()) -> None:
-        self._entries = list(entries)
+        self._entries: list[LogItem] = list(entries)
 
-    def append(self, entries: Iterable[LogEntry]) -> None:
+    def append(self, entries: Iterable[LogItem]) -> None:
         """Append entries."""
         self._entries += entries
 
     def read(self) -> Iterator[LogEntry]:
         """Return every entry in order."""
-        return iter(self._entries)
+        return flatten(self._entries)
 
     def capture(self) -> Callable[[], bytes]:
         """Return a function that reads the present entries, in the format of episodes.log."""
@@ -80,7 +80,7 @@ class EpisodeList:
 class EpisodeNotes(Protocol):
     """Where entries of ended episodes are stored: `EpisodeList`, or episodes.log."""
 
-    def append(self, entries: list[LogEntry]) -> None:
+    def append(self, entries: Iterable[LogItem]) -> None:
         """Append entries."""
 
     def read(self) -> Iterator[LogEntry]:

@@ -42,31 +42,54 @@ def describe_left_out(names: Sequence[str]) -> str:
     )
 
 
-def take_table(
-    data: Any, known: Schema | None, *, skip: frozenset[str] = frozenset()
-) -> tuple[Coded, list[Any]]:
-    """Return the fields of a table, and their columns.
+class TableReader:
+    """Read tables as the fields and columns of a store. It caches what the last schema means.
 
-    Args:
-        data: The table.
-        known: The fields of the store; None: the table decides.
-        skip: Columns to leave out.
-
-    Returns:
-        The fields, and a column for each. Shapes `(n, *row shape)`; pyarrow Arrays for variable-length
-        fields.
-
-    Raises:
-        SchemaError: A field is missing, unknown or of another type, or a value is missing.
+    Threads may share a reader.
     """
-    table = to_table(data)
-    table = table.drop_columns([name for name in table.column_names if name in skip])
-    if not table.num_columns:
-        raise SchemaError("the table has no columns", hint="give a column for each field")
-    codec = None if known is None else Codec(known).with_fields(table.column_names)
-    told = meaning_of(table.schema, codec)
-    codec = Codec(told.schema)
-    batches = table.combine_chunks().to_batches() or [
-        pa.RecordBatch.from_arrays([pa.array([], entry.type) for entry in table.schema], schema=table.schema)
-    ]
-    return told, codec.decode_all(batches)
+
+    def __init__(self) -> None:
+        self._last: tuple[Any, Schema | None, Coded, Codec] | None = None
+
+    def read(
+        self, data: Any, known: Schema | None, *, skip: frozenset[str] = frozenset()
+    ) -> tuple[Coded, list[Any]]:
+        """Return the fields of a table, and their columns.
+
+        Args:
+            data: The table.
+            known: The fields of the store; None: the table decides.
+            skip: Columns to leave out.
+
+        Returns:
+            The fields, and a column for each. Shapes `(n, *row shape)`; pyarrow Arrays for variable-length
+            fields.
+
+        Raises:
+            SchemaError: A field is missing, unknown or of another type, or a value is missing.
+        """
+        batches = [data] if isinstance(data, pa.RecordBatch) else _batches_of(to_table(data))
+        schema = batches[0].schema
+        if not skip.isdisjoint(schema.names):
+            batches = [batch.select([name for name in schema.names if name not in skip]) for batch in batches]
+            schema = batches[0].schema
+        last = self._last
+        if last is None or last[1] is not known or not last[0].equals(schema, check_metadata=True):
+            if not schema.names:
+                raise SchemaError("the table has no columns", hint="give a column for each field")
+            codec = None if known is None else Codec(known).with_fields(schema.names)
+            told = meaning_of(schema, codec)
+            last = self._last = schema, known, told, Codec(told.schema)
+        _, _, told, codec = last
+        return told, codec.decode_all(batches)
+
+
+def _batches_of(table: Any) -> list[Any]:
+    """Return the rows of a table as few record batches, at least one."""
+    batches: list[Any] = table.to_batches()
+    if len(batches) != 1:
+        batches = table.combine_chunks().to_batches()
+    if not batches:
+        empty = [pa.array([], entry.type) for entry in table.schema]
+        batches = [pa.RecordBatch.from_arrays(empty, schema=table.schema)]
+    return batches

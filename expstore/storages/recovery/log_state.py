@@ -12,7 +12,7 @@ from expstore.core.draw_state import Randomness, from_json
 from expstore.core.id_set import NO_IDS, IdSet
 from expstore.core.parsing import check_number
 from expstore.core.values import Window
-from expstore.episodes.log import LogEntry, NewFacts
+from expstore.episodes.log import LogEntry, NewFacts, flatten
 from expstore.episodes.sessions import End, Resume
 from expstore.episodes.table import EpisodeTable
 from expstore.errors import CorruptionError
@@ -154,7 +154,7 @@ def apply_to_episodes(record: Record, table: EpisodeTable, publish: Publish | No
     if record.kind is not Kind.PUBLISH:
         return []
     publish = publish or Publish.unpack(record.body)
-    return table.commit(
+    entries = table.commit(
         publish.segments,
         publish.sources,
         first_id=publish.first_id,
@@ -162,3 +162,4 @@ def apply_to_episodes(record: Record, table: EpisodeTable, publish: Publish | No
         sequence=record.sequence,
         info=publish.info,
     )
+    return list(flatten(entries))

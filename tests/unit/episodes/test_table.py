@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expstore.core import tuning
+from expstore.episodes import table as table_module
 from expstore.episodes.fragments import Fragments, clip, count_live
-from expstore.episodes.log import LogEntry
-from expstore.episodes.segmentation import CUT, OPEN, TERMINATED, TRUNCATED, Steps
+from expstore.episodes.log import EndedEpisodes, LogEntry, flatten
+from expstore.episodes.segmentation import CUT, NEW, OPEN, TERMINATED, TRUNCATED, Steps
 from expstore.episodes.sessions import End, NewSource, SessionKey
 from expstore.episodes.table import EpisodeTable, pack_segments, unpack_segments
 from expstore.kernels import file_loops
@@ -220,10 +221,10 @@ class World:
         assignment = table.assign(batch.steps(flags=flags), source=batch.source, low=self.low)
         again = table.assign(batch.steps(flags=flags), source=batch.source, low=self.low)
         assert json.dumps(table.to_base()) == before, "assign changed something"
-        assert again.segments == assignment.segments
+        assert list(again.segments) == list(assignment.segments)
         self.reference.extend(batch, self.handle, self.low)
         body = pack_segments(assignment.segments)
-        assert unpack_segments(body) == assignment.segments
+        assert unpack_segments(body) == list(assignment.segments)
         assert len(body) == 56 * len(assignment.segments)
         for at in range(batch.count):
             row = int(assignment.episodes[at]), int(assignment.steps[at])
@@ -231,9 +232,10 @@ class World:
             self.columns[first + at] = row
         self.records.append((body, assignment.sources, first, batch.time))
         self.content += 1
-        self.log += table.commit(
+        entries = table.commit(
             assignment.segments, assignment.sources, first_id=first, time=batch.time, sequence=batch.time
         )
+        self.log += flatten(entries)
 
     def index_catches_up(self) -> None:
         if self.index_content == self.content:
@@ -370,6 +372,66 @@ def run(table: EpisodeTable, first_id: int = 1, source: str | None = None, low: 
         assignment.segments, assignment.sources, first_id=first_id, time=first_id, sequence=first_id
     )
     return list(zip(assignment.episodes.tolist(), assignment.steps.tolist(), strict=True)), entries
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_columns_of_many_episodes_are_what_single_segments_are(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng, columns, single = np.random.default_rng(seed), EpisodeTable(), EpisodeTable()
+    columns.kernels = single.kernels = file_loops
+    first, logs = 1, ([], [])
+    for time in range(1, 20):
+        n, ends = int(rng.integers(1, 60)), rng.random()
+        steps = Steps(
+            n,
+            terminated=rng.random(n) < ends,
+            truncated=rng.random(n) < 0.1,
+            starts=rng.random(n) < 0.3 if rng.random() < 0.3 else None,
+            rewards=rng.random(n).astype(np.float32) if rng.random() < 0.7 else None,
+        )
+        facts: dict[str, Any] = {} if rng.random() < 0.5 else {"note": time}
+        if rng.random() < 0.3:
+            facts["_split"] = "eval"
+        kind, mark = rng.random(), int(rng.integers(1, 9))
+        made = []
+        for table, most, log in zip((columns, single), (2, 1 << 30), logs, strict=True):
+            monkeypatch.setattr(table_module, "_MANY_RUNS", most)
+            assigned = table.assign(steps, source=None, first_id=first, time=time, low=first - 40)
+            segments = assigned.segments
+            new = sum(segment.flags & NEW for segment in segments)
+            groups = {"_group": [{"key": k % 5} if k % 4 else None for k in range(new)]} if kind < 0.5 else {}
+            entries = table.commit(
+                segments,
+                assigned.sources,
+                first_id=first,
+                time=time,
+                sequence=time,
+                info=json.dumps(facts | groups) if facts or groups else "",
+            )
+            log += entries
+            known = table.find(max(1, table.next_episode - mark))
+            if known is not None:
+                log += table.annotate(replace(known.entry(time, 0), text='{"late": 1}'), time)
+            table.evict(first - 40)
+            parts = [pack_segments(segments), assigned.numbers.tolist(), table.next_episode]
+            parts += [table.splits, table.split_names, table.touched.since(0)]
+            if time % 3 == 0:
+                changes = table.take_changes()
+                parts += [sorted(map(entry_facts, changes.episodes)), changes.fragments.columns().tolist()]
+                parts += [changes.find_touched(first - 40).tolist(), table.fragments.take_touched() is None]
+            made.append(repr(parts))
+        first += n
+        assert made[0] == made[1]
+    packed = [b"".join(entry.pack() for entry in log) for log in logs]
+    assert packed[0] == packed[1]
+    assert any(isinstance(entry, EndedEpisodes) for entry in logs[0])
+
+
+def entry_facts(entry: LogEntry) -> tuple[Any, ...]:
+    return tuple(
+        getattr(entry, one.name) for one in fields(entry) if one.name not in ("trajectory", "sequence")
+    )
 
 
 def test_a_trajectory_id_after_an_end() -> None:
