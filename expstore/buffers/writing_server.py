@@ -69,7 +69,7 @@ class Owner(Protocol):
         """Note facts about an episode, as JSON text; return all facts about it."""
 
     def annotate_rows(self, packed: bytes) -> None:
-        """Annotate rows: an Arrow stream of what `pack_annotations` returns."""
+        """Annotate rows: what `pack_annotations` returns."""
 
     def end(
         self, session: SessionKey, source: str | None, *, unnamed: bool, lanes: Sequence[int] | None
