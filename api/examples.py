@@ -61,7 +61,7 @@ def arrow_examples(rows: int) -> dict[str, Any]:
 def arrow_annotations() -> dict[str, Any]:
     """Return `ANNOTATIONS` as an example of a body that is an Arrow stream, in base64."""
     values = {name: np.array(found, np.float32) for name, found in ANNOTATIONS["values"].items()}
-    stream = write_stream(pack_annotations(ANNOTATIONS["ids"], values, ANNOTATIONS["by"], None))
+    stream = pack_annotations(ANNOTATIONS["ids"], values, ANNOTATIONS["by"], None)
     return {
         "stream": {
             "summary": "Values of 2 rows, in base64",

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 from fastapi.responses import Response
 from tensordict import TensorDictBase
@@ -17,10 +16,10 @@ from tensordict import TensorDictBase
 from expstore.api.bodies import ARROW, ROWS, arrow_answer, json_answer, load_json, rows_to_json
 from expstore.api.errors import Refusal
 from expstore.api.stores import Served
-from expstore.buffers.annotations import unpack_annotations
 from expstore.core.values import key_name
 from expstore.errors import SchemaError
 from expstore.schema.schema import Field
+from expstore.wire.annotations import read_annotations
 from expstore.wire.codec import NOTE, Codec, Coded, Encoder, meaning_of, wishes_of, write_note
 from expstore.wire.stream import StreamWriter, read_batches
 
@@ -152,8 +151,7 @@ def annotate_from(served: Served, kind: str, body: bytearray, *, rows: int) -> i
         Refusal: 400: the body cannot be parsed; 422: it is not an object of ids and values.
     """
     if kind == ARROW:
-        schema, batches = read_batches(body, lambda _: None, rows=rows)
-        packed = unpack_annotations(pa.Table.from_batches(batches, schema))
+        packed = read_annotations(body, rows=rows)
         served.rb.annotate(packed.ids, packed.values, by=packed.by, like=packed.like)
         return len(packed.ids)
     asked = load_json(body)

@@ -371,7 +371,7 @@ async def priorities(store: Store, asked: Priorities, idempotency_key: Idempoten
 
 @router.post(
     "/stores/{name}/annotations",
-    summary="Annotate rows",
+    summary="Add values to rows",
     responses=problems(408, 413, 415, 507),
     openapi_extra=annotations_body(),
 )

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 
 from expstore.buffers.store_handle import StoreHandle
@@ -26,8 +25,7 @@ from expstore.storages.columns.annotated import item_dtype
 from expstore.storages.format.annotation_log import Part
 from expstore.storages.format.renumbering import Renumbering
 from expstore.storages.new_field import NewField, check_new_field, check_present
-from expstore.wire.codec import wishes_of, with_wishes
-from expstore.wire.stream import write_stream
+from expstore.wire.annotations import FieldValues, write_annotations
 
 if TYPE_CHECKING:
     from expstore.storages.base import Storage
@@ -62,7 +60,7 @@ def annotate(
 ) -> None:
     """Add values of annotated fields to rows; see `ReplayBuffer.annotate`."""
     if store.proxy is not None:
-        store.proxy.annotate_rows(write_stream(pack_annotations(ids, values, by, like)).to_pybytes())
+        store.proxy.annotate_rows(pack_annotations(ids, values, by, like))
         store.storage.follow()  # it may have a new field
         return
     storage = store.storage.writer()
@@ -105,79 +103,25 @@ def _check(ids: Any, values: Any, by: Any) -> IntArray:
     return found
 
 
-# -- for other processes ---------------------------------------------------------------------------------
-
-
 def pack_annotations(
     ids: Any, values: Mapping[Any, Any], by: str | None, like: str | tuple[str, ...] | None
-) -> pa.RecordBatch:
-    """Return the arguments of `annotate` as a record batch: a column `id`, and one for each field.
+) -> bytes:
+    """Return the arguments of `annotate` as an Arrow stream; see `read_annotations`.
 
     Raises:
         ArgumentError: The arguments are not those of `annotate`.
         SchemaError: Values are not numbers, or there is another number of values than of ids.
     """
-    numbers = _check(ids, values, by)
-    columns: dict[str, Any] = {"id": pa.array(numbers)}
-    loose = []
-    for passed_name, passed in values.items():
-        key = to_key(passed_name)
-        name = key_name(key)
+    numbers, fields = _check(ids, values, by), []
+    for name, passed in values.items():
+        key = to_key(name)
         check_no_sample_entry([key])
         given = _read(key, passed, numbers.size)
-        if not isinstance(given.values, torch.Tensor | np.ndarray):
-            loose.append(name)  # Python numbers, which have no width
         array = to_array(given.values)
-        array = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
-        _check_dtype(name, str(array.dtype))
-        if given.lengths is not None:
-            kind = pa.ListArray if array.size < 1 << 31 else pa.LargeListArray
-            columns[name] = kind.from_arrays(np.append(0, np.cumsum(given.lengths)), array)
-        elif array.ndim == 1:
-            columns[name] = pa.array(array)
-        else:
-            columns[name] = pa.FixedShapeTensorArray.from_numpy_ndarray(array)
-    told = {"by": by, "like": None if like is None else key_name(to_key(like)), "loose": loose}
-    return with_wishes(pa.RecordBatch.from_pydict(columns), told)
-
-
-class Packed(NamedTuple):
-    """The arguments of `annotate`."""
-
-    ids: Any
-    values: dict[Any, Any]
-    by: str | None
-    like: Key | None
-
-
-def unpack_annotations(table: pa.Table) -> Packed:
-    """Return the arguments that `pack_annotations` has packed; the table may come from anywhere.
-
-    Raises:
-        SchemaError: It has no annotations.
-    """
-    told, names = wishes_of(table.schema), table.column_names
-    by, like, loose = (told.get(name) for name in ("by", "like", "loose"))
-    texts = all(isinstance(text, str | None) for text in (by, like)) and isinstance(loose or [], list)
-    if not texts or names.count("id") != 1 or len(set(names)) != len(names):
-        raise SchemaError(
-            "the columns are no annotations",
-            hint="send a column id, one for each field, and by and like as text",
-        )
-    values = {}
-    for name, column in zip(names, table.columns, strict=True):
-        array = column.combine_chunks()
-        if array.null_count:
-            raise SchemaError(f"column {name!r} has nulls", hint="leave out the ids of these rows")
-        if name in (loose or []):
-            array = array.to_pylist()
-        elif isinstance(array, pa.FixedShapeTensorArray):
-            array = array.to_numpy_ndarray().copy()
-        values[tuple(name.split("."))] = array
-    ids = values.pop(("id",))
-    if not pa.types.is_int64(ids.type):
-        raise SchemaError(f"column 'id' is {ids.type}", hint="send int64")
-    return Packed(ids.to_numpy(), values, by, None if like is None else tuple(like.split(".")))
+        _check_dtype(key_name(key), str(array.dtype.newbyteorder("=")))
+        is_loose = not isinstance(given.values, torch.Tensor | np.ndarray)
+        fields.append(FieldValues(key, array, given.lengths, is_loose))
+    return write_annotations(numbers, fields, by, None if like is None else to_key(like))
 
 
 def fit_rows(storage: Storage, entry: Field, ids: IntArray, values: Any) -> Part:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from expstore.buffers.annotations import annotate, unpack_annotations
+from expstore.buffers.annotations import annotate
 from expstore.buffers.episodes import annotate_episodes
 from expstore.buffers.groups import Ending, Groups
 from expstore.buffers.ingest import Ingest
@@ -31,7 +31,7 @@ from expstore.errors import StateError
 from expstore.schema.schema import Schema
 from expstore.storages.sessions import end_episodes, end_sessions, end_stream, end_unnamed, resume
 from expstore.storages.torchrl_memmap import LazyMemmapStorage
-from expstore.wire.stream import read_table
+from expstore.wire.annotations import read_annotations
 
 
 class Sharing(StorePart):
@@ -186,8 +186,8 @@ class _Owner:
         return annotate_episodes(self._store, changes)
 
     def annotate_rows(self, packed: bytes) -> None:
-        """Annotate rows: an Arrow stream of what `pack_annotations` returns."""
-        annotate(self._store, *unpack_annotations(read_table(packed)))
+        """Annotate rows: what `pack_annotations` returns."""
+        annotate(self._store, *read_annotations(packed))
 
     def end(
         self, session: SessionKey, source: str | None, *, unnamed: bool, lanes: Sequence[int] | None

@@ -164,7 +164,7 @@ class WritingProxy:
         return dict(json.loads(self._ask({"do": "annotate", "changes": list(changes.items())})))
 
     def annotate_rows(self, packed: bytes) -> None:
-        """Annotate rows: an Arrow stream of what `pack_annotations` returns."""
+        """Annotate rows: what `pack_annotations` returns."""
         with self._lock:
             self._require_link().call(Call(to_text({"do": "annotate_rows"}), 0, len(packed)), (), (), packed)
 

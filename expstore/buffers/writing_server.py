@@ -69,7 +69,7 @@ class Owner(Protocol):
         """Attach facts to episodes, as JSON texts; return all facts about these episodes."""
 
     def annotate_rows(self, packed: bytes) -> None:
-        """Annotate rows: an Arrow stream of what `pack_annotations` returns."""
+        """Annotate rows: what `pack_annotations` returns."""
 
     def end(
         self, session: SessionKey, source: str | None, *, unnamed: bool, lanes: Sequence[int] | None

@@ -137,7 +137,8 @@ class Fragments:
             part = columns[:, done : done + _BLOCK - place]
             self._blocks[number][:, place : place + part.shape[1]] = part
             self._tail += part.shape[1]
-        self._touch(*range(first, self._tail))
+        if self._touched is not None:
+            self._touch(*range(first, self._tail))
 
     def _touch(self, *numbers: int) -> None:
         if self._touched is not None:

@@ -144,20 +144,19 @@ class Episode:
         )  # fmt: skip
 
 
+@dataclass(slots=True, eq=False)
 class EndedEpisodes:
     """Episodes that began and ended in one batch, as columns: a batch may have thousands.
 
     Args:
         heads: Their entries, without sizes and checksums. Shape `(n,)`, dtype `HEAD`.
         texts: The info of each, as JSON text.
+        first: Id of the first one; the ids are consecutive.
     """
 
-    __slots__ = ("first", "heads", "texts")
-
-    def __init__(self, heads: Array, texts: Sequence[str]) -> None:
-        self.heads, self.texts = heads, texts
-        #: Id of the first episode; the ids are consecutive.
-        self.first = int(heads["episode"][0])
+    heads: Array
+    texts: Sequence[str]
+    first: int
 
     def __len__(self) -> int:
         return len(self.heads)

@@ -106,6 +106,7 @@ _COLUMNS = np.dtype(
 _MANY_RUNS = 8
 
 
+@dataclass(slots=True, eq=False)
 class LaneSegments(Sequence[Segment]):
     """The segments of many episodes of one lane without trajectory ids, as columns.
 
@@ -113,12 +114,11 @@ class LaneSegments(Sequence[Segment]):
 
     Args:
         columns: The segments, as `Segment` describes them. Shape `(n,)`.
+        data: Their bytes for a commit record.
     """
 
-    __slots__ = ("_data", "columns")
-
-    def __init__(self, columns: Array) -> None:
-        self.columns, self._data = columns, columns.tobytes()
+    columns: Array
+    data: bytes
 
     @classmethod
     def of(cls, first: Segment, table: IntArray, sums: Array, following: int) -> LaneSegments:
@@ -137,26 +137,22 @@ class LaneSegments(Sequence[Segment]):
         columns["start"], columns["rows"], columns["status"] = table[:, :3].T
         columns["ret"] = sums
         columns[0] = first
-        return cls(columns)
+        return cls(columns, columns.tobytes())
 
     def __len__(self) -> int:
         return len(self.columns)
 
     def __iter__(self) -> Iterator[Segment]:
-        return map(_MAKE, _SEGMENT.iter_unpack(self._data))
+        return map(_MAKE, _SEGMENT.iter_unpack(self.data))
 
     def __getitem__(self, at: Any) -> Any:
         return list(self)[at]
-
-    def pack(self) -> bytes:
-        """Return the bytes for a commit record."""
-        return self._data
 
 
 def pack_segments(segments: Iterable[Segment]) -> bytes:
     """Return segments as bytes for a commit record (56 bytes each)."""
     if isinstance(segments, LaneSegments):
-        return segments.pack()
+        return segments.data
     return b"".join(itertools.starmap(_SEGMENT.pack, segments))
 
 
@@ -396,7 +392,8 @@ class EpisodeTable:
             if len(runs[1]) <= _MANY_RUNS or named or self.heirs or not runs[0][:-1, 2].all():
                 pieces, runs = list_pieces(*runs, named=named), None
             else:
-                pieces = list_pieces(runs[0][:1], runs[1][:1], named=False)
+                row, count, status, _, starts = runs[0][0].tolist()
+                pieces = [(0, None, starts, row, count, 1, status, runs[1].item(0))]
         else:
             pieces, order = cut_batch(steps)
         restarted: list[str] = []
@@ -636,16 +633,20 @@ class EpisodeTable:
                 self._note_continued(segment.source, segment.episode, is_row=True)
         info, groups = split_groups(info) if info else ("", None)
         alone = merge_info("", info) if info else ""  # once: most of a batch's episodes have none yet
-        columns = segments.columns if isinstance(segments, LaneSegments) else None
-        for segment in segments if columns is None else [_MAKE(columns[0].item())]:
-            text = alone if groups is None or not segment.flags & NEW else next(groups)
-            self._commit_segment(segment, first_id, time, sequence, (info or text, text), entries)
-        if columns is not None:
-            texts = [alone] * (len(columns) - 2) if groups is None else list(islice(groups, len(columns) - 2))
-            entries.append(self._commit_ended(columns[1:-1], first_id, time, sequence, texts))
-            text = alone if groups is None else next(groups)
-            last = _MAKE(columns[-1].item())
-            self._commit_segment(last, first_id, time, sequence, (info or text, text), entries)
+        parts: Iterable[Segment | Array] = segments
+        if isinstance(segments, LaneSegments):
+            columns = segments.columns
+            begins = columns["flags"][0] & NEW and self._open.find(int(columns["source"][0]), None) is None
+            start, stop = 0 if begins else 1, len(columns) - int(columns["status"][-1] == OPEN)
+            first, last = columns[:start].tolist(), columns[stop:].tolist()
+            parts = [*map(_MAKE, first), columns[start:stop], *map(_MAKE, last)]
+        for part in parts:
+            if isinstance(part, Segment):
+                text = alone if groups is None or not part.flags & NEW else next(groups)
+                self._commit_segment(part, first_id, time, sequence, (info or text, text), entries)
+            else:
+                texts = [alone] * len(part) if groups is None else list(islice(groups, len(part)))
+                entries.append(self._commit_ended(part, first_id, time, sequence, texts))
         if self.fragments.crowded:
             self.evict(self._low)
         return entries
@@ -924,10 +925,10 @@ class EpisodeTable:
             heads[name] = columns[name]
         heads["flags"] = np.where(columns["flags"] & NO_REWARD, NO_RETURN, 0)
         heads["ret"], heads["length"], heads["last_id"] = 0.0 + columns["ret"], rows, firsts + rows - 1
-        ended = EndedEpisodes(heads, texts)
-        episodes = range(ended.first, ended.first + len(ended))
+        episodes = range(number := int(heads["episode"][0]), number + len(heads))
+        ended = EndedEpisodes(heads, texts, number)
         self.next_episode = episodes.stop
-        if (split := split_of(texts[0])) != TRAIN:
+        if SPLIT in texts[0] and (split := split_of(texts[0])) != TRAIN:
             self.split_names.add(split)
             self.splits.update(dict.fromkeys(episodes, split))
         self.fragments.append(

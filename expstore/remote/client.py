@@ -387,7 +387,7 @@ class RemoteReplayBuffer(ServedBuffer[int]):
             StateError: The store has no rows yet, is a version, or keeps the best rows.
             RemoteError: The server did not answer. Otherwise no value was written, whatever is raised.
         """
-        body = write_stream(pack_annotations(ids, values, by, like)).to_pybytes()
+        body = pack_annotations(ids, values, by, like)
         self._connection.request("POST", "annotations", body=body, kind=ARROW, write=True)
         self._fields = None
 

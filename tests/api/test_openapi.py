@@ -129,7 +129,8 @@ def test_examples_of_bodies_work(document: dict[str, Any], tmp_path: Path) -> No
     with api_client(tmp_path) as client:
         sent = []
         for method, path in (
-            ("put", ""), ("post", "/extend"), ("post", "/add"), ("post", "/priorities"), ("post", "/rows"),
+            ("put", ""), ("post", "/extend"), ("post", "/add"), ("post", "/annotations"),
+            ("post", "/priorities"), ("post", "/rows"),
             ("post", "/sample"), ("post", "/sample/stream"), ("post", "/sql"), ("put", "/samplers/{sampler}"),
             ("post", "/episodes/end"), ("post", "/dumps"), ("post", "/loads"),
         ):  # fmt: skip

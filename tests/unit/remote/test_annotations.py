@@ -17,7 +17,6 @@ from expstore.api import Settings
 from expstore.api.bodies import ARROW
 from expstore.buffers.annotations import pack_annotations
 from expstore.errors import ExpStoreError, RemoteError
-from expstore.wire.stream import write_stream
 from tests.support.asgi import api_client
 from tests.support.servers import Serving
 
@@ -112,7 +111,7 @@ def test_several_shards_are_annotated_one_by_one(tmp_path: Path) -> None:
 
 def test_bodies(tmp_path: Path) -> None:
     build(tmp_path / "run.exp").close()
-    packed = write_stream(pack_annotations([1], {"advantage": [2.0]}, None, None)).to_pybytes()
+    packed = pack_annotations([1], {"advantage": [2.0]}, None, None)
     with api_client(tmp_path) as client:
         route = "/v1/stores/run/annotations"
 
@@ -126,8 +125,9 @@ def test_bodies(tmp_path: Path) -> None:
         for _ in range(2):  # the second one has the key of the first
             client.post(route, json=good, headers={"Idempotency-Key": "k"}).raise_for_status()
         assert count() == 4
-        client.post("/v1/stores/run/priorities", json={"ids": [1], "priorities": [1.0]},
-                    headers={"Idempotency-Key": "k"}).raise_for_status()  # fmt: skip
+        asked = {"ids": [1], "priorities": [1.0]}  # a key of one route says nothing about another one
+        answer = client.post("/v1/stores/run/priorities", json=asked, headers={"Idempotency-Key": "k"})
+        assert answer.json() == {"updated": 1}
         client.post(route, content=packed, headers={"Content-Type": ARROW}).raise_for_status()
         assert count() == 5
         one = {"advantage": [1.0]}
