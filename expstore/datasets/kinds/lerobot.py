@@ -33,41 +33,15 @@ from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.errors import ExpStoreError, NotFoundError, SchemaError
 from expstore.exchange.base import import_library, open_to_read
+from expstore.exchange.lerobot_format import DONE_KEY, INFO, LEROBOT_KEYS, lerobot_key
 
 _PIECE_BYTES = 16 << 20
 _READ_BYTES = 1 << 20
-_IMAGE_PREFIX = "observation.images."
-
-#: Keys of columns whose key does not follow from the column's name.
-LEROBOT_KEYS: Mapping[str, str | Key] = {
-    "action": "action",
-    "observation.state": ("observation", "state"),
-    "episode_index": "episode",
-    "frame_index": "frame",
-    "task": "language_instruction",
-    "next.reward": ("next", "reward"),
-    "next.done": ("next", "done"),
-}
-
 #: Keys of columns that are not stored: the row's number in the store, and how the episode ends.
 _NOT_STORED = (("index",), ("next", "terminated"), ("next", "truncated"))
 
 #: Rows of columns, by the name of the column.
 Rows = dict[str, Array]
-
-
-def lerobot_key(name: str, key_map: Mapping[str, str | Key]) -> str | Key:
-    """Return the key of a column.
-
-    >>> from expstore.datasets.kinds.lerobot import lerobot_key
-    >>> lerobot_key("observation.images.top", {})
-    ('observation', 'image', 'top')
-    """
-    if name in key_map:
-        return key_map[name]
-    if name.startswith(_IMAGE_PREFIX):
-        return ("observation", "image", name[len(_IMAGE_PREFIX) :])
-    return tuple(name.split(".")) if "." in name else name
 
 
 class LeRobotReader(Reader):
@@ -311,7 +285,7 @@ class LeRobotReader(Reader):
         return files
 
     def _read_order(self, path: Path) -> _File | None:
-        """Return the range of rows and the episodes of a file; None if it has no rows."""
+        """Return the range of rows and the episodes of a file; None if it has no rows of the data set."""
         with open_to_read(path) as raw:
             file = self._open(path, raw)
             names = set(file.schema_arrow.names)
@@ -323,6 +297,8 @@ class LeRobotReader(Reader):
         if not index.size:
             return None
         episodes = np.unique(table.column("episode_index").to_numpy())
+        if self._meta.major == 3 and episodes[0] >= self._meta.info.get("total_episodes", np.inf):
+            return None  # an export was killed before it had added the file
         steps = np.diff(index)
         is_sorted = bool((steps > 0).all())
         if not is_sorted and not np.diff(np.sort(index)).all():
@@ -555,7 +531,7 @@ class _Cutter:
                 reward = values
             elif key not in _NOT_STORED:
                 # The key `next.done` is used for the end of the episode.
-                key = ("next", "terminal") if key == ("next", "done") else key
+                key = DONE_KEY if key == ("next", "done") else key
                 fields[key] = values[:, None] if key[0] == "next" and values.ndim == 1 else values
         return Episode(
             observation=trees["observation"],
@@ -609,7 +585,7 @@ class _Metadata:
         disk = ReadingDisk()
         check_folder(root)
         self.root = root
-        self.files = [root / "meta" / "info.json"]
+        self.files = [root / INFO]
         if not disk.exists(self.files[0]):
             raise NotFoundError(
                 f"there is no file {self.files[0]}", hint="pass the folder that contains `meta`"
@@ -804,7 +780,7 @@ def _make_sample(path: Path) -> None:
         parquet.write_table(arrow.table(table), file)
         write_file(path / f"{name}.parquet", file.getvalue())
     info = {"codebase_version": "v3.0", "fps": 10, "features": features, "total_frames": len(rows["index"])}
-    write_json(path / "meta/info.json", info)
+    write_json(path / INFO, info)
 
 
 KIND = Kind(
@@ -813,7 +789,7 @@ KIND = Kind(
     make_sample=_make_sample,
     endings="terminated if the last frame has `next.done` and `next.success`, truncated if it has "
     "`next.done` alone; `next.terminated` and `next.truncated` take precedence; otherwise cut",
-    recognize=lambda source: source.has("meta/info.json"),
+    recognize=lambda source: source.has(INFO),
     prefix="lerobot",
     buffer="LeRobotExperienceReplay",
     public=f"{HUGGING_FACE}/datasets/ID",
