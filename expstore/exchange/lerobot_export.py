@@ -88,7 +88,7 @@ _ENCODERS = {
 }
 #: Fields whose values LeRobot computes from the frames.
 _COMPUTED: tuple[Key, ...] = (("episode",), ("frame",), *((name,) for name in ROW_COLUMNS))
-_FLAGS = ("done", "terminated", "truncated")
+_FLAGS: tuple[Key, ...] = (("done",), ("terminated",), ("truncated",))
 #: Fields of text that are the tasks of the frames.
 _TASK_KEYS: tuple[Key, ...] = (("task",), (str(LEROBOT_KEYS["task"]),))
 _MOST_DIMS = 5
@@ -132,7 +132,8 @@ def export_lerobot(
     Args:
         source: A buffer, or the path of a store, a snapshot or a folder of snapshots.
         target: The data set's folder, which must not exist yet, or have an export that was not completed.
-        fields: Names of the fields to export; None: all that LeRobot can store.
+        fields: Names of the fields to export; None: all. Those that LeRobot cannot store are left out, and
+            `tell` names them: complex numbers, more than 5 dims, numbers of variable length.
         episodes: Export only these episodes: ids, or an SQL condition over the relation `episodes`.
         version: Number or tag of a snapshot, if `source` is a path.
         fps: Frames per second; None: `meta["lerobot"]["fps"]` of an imported data set, or `meta["fps"]`.
@@ -147,7 +148,8 @@ def export_lerobot(
     Raises:
         MissingExtraError: av or Pillow is not installed.
         ArgumentError: `fps` is not known or no positive whole number, or `codec` is unknown.
-        SchemaError: A field that `fields` names cannot be stored, or two fields would have the same name.
+        SchemaError: A field does not exist or holds objects, no field can be stored, two fields would have
+            the same name, or `codec` cannot encode pictures of their size.
         StateError: The target exists and is complete, has an export of other rows or with other arguments,
             or would be inside a store; or the store has no fields yet.
         NotFoundError: The target's parent folder does not exist; or none of these episodes has ended and has
@@ -263,12 +265,13 @@ def _plan_columns(
     for place, entry in fields:
         key, is_text = entry.key, entry.arrow.strip('"') in ("string", "large_string")
         layout = find_image(entry) if entry.dtype == "uint8" else None
-        if (is_text and key in _TASK_KEYS) or (key == ("task_index",) and _known(meta, "tasks")):
-            task = task or _Column(key_name(key), place, entry, "text" if is_text else "number")
+        is_task = (is_text and key in _TASK_KEYS) or (key == ("task_index",) and _known(meta, "tasks"))
+        if is_task and task is None:
+            task = _Column(key_name(key), place, entry, "text" if is_text else "number")
         elif key in _COMPUTED or (key[0] == "next" and key[1:] in _FLAGS):
             continue
         elif key in _FLAGS or (key[0] == "next" and (key[1:] in keys or key[1] == "observation")):
-            left_out.append(f"{key_name(key)} (LeRobot has no states after the last frame)")
+            left_out.append(key_name(key))
         elif (entry.variable and not is_text) or entry.dtype == "complex64" or len(entry.shape) > _MOST_DIMS:
             left_out.append(f"{key_name(key)} ({entry})")
         elif layout is not None and layout.name != "stacked":
@@ -280,7 +283,8 @@ def _plan_columns(
     check_paths([(column.name,) for column in columns])
     if not columns:
         raise SchemaError("none of the fields can be stored in a LeRobot data set")
-    return columns, task, [f"these fields will be left out: {', '.join(left_out)}"] if left_out else []
+    notes = [f"LeRobot has no place for the fields {', '.join(left_out)}, which will be left out"]
+    return columns, task, notes if left_out else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,7 +373,7 @@ def _open_plan(
         LockedError: Another process or thread exports to the target.
     """
     disk, folder = export.disk, export.target / STATE
-    if not disk.exists(folder / _PLAN):
+    if is_new := not disk.exists(folder / _PLAN):
         plan = {"request": request, "rows": rows, "episodes": [[e, one.split] for e, one in facts.items()]}
         with export.build_target() as temporary:
             disk.make_dir(temporary / STATE)
@@ -382,11 +386,15 @@ def _open_plan(
         ) from exc
     try:
         plan = json.loads(disk.read_whole(folder / _PLAN))
-        asked = json.loads(json.dumps(request))
-        if differing := [name for name, value in asked.items() if plan["request"].get(name) != value]:
+        former, asked = plan["request"], json.loads(json.dumps(request))
+        differing = [name for name, value in asked.items() if former.get(name) != value]
+        if not is_new and not asked["store"]:  # stores in memory cannot be told apart
+            differing = ["store"]
+        if differing:
+            name = differing[0]
             raise StateError(
-                f"{export.target} has an export that was not completed, of another {differing[0]}: "
-                f"{plan['request'].get(differing[0])!r:.80}, not {asked[differing[0]]!r:.80}",
+                f"{export.target} has an export that was not completed, whose {name} is "
+                f"{former.get(name)!r:.80} and not {asked[name]!r:.80}",
                 hint="export with the same arguments to continue it, or remove the folder",
             )
         for name in disk.names(folder):  # left over from a process that was killed
@@ -465,19 +473,23 @@ class _DataSet:
         """Add a group: after a crash the data set has all of its episodes or none."""
         arrow, disk = import_library("pyarrow"), self.disk
         group.finish(arrow.Table.from_pylist(group.episodes))
-        folders = {self.root}
+        folders = set()
         for number, path in enumerate(self.paths()):
             target = self.root / path
             disk.sync_path(group.staged(number))
-            disk.make_dir(target.parent)
+            folders.add(target.parent)
+            if not disk.exists(target.parent):
+                folders.update(self.root / above for above in Path(path).parents)
+                disk.make_dir(target.parent)
             disk.rename(group.staged(number), target)
-            folders.update(self.root / above for above in Path(path).parents)
         for folder in sorted(folders):
             disk.sync_dir(folder)
         self._count(group.episodes)
         self._put(TASKS, _tasks_file(list(self.tasks)))
         self._put(STATS, json.dumps(self._totals.to_json(), indent=1).encode())
+        disk.sync_dir(self.root / Path(INFO).parent)
         self._put(INFO, json.dumps(self._info(), indent=1, ensure_ascii=False).encode())
+        disk.sync_dir(self.root / Path(INFO).parent)
 
     def _count(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Count the episodes of a group."""
@@ -492,7 +504,6 @@ class _DataSet:
         """Replace a file of metadata."""
         with self.disk.build_file(self.root / name, self.root / STATE / "meta") as file:
             file.write(data, 0)
-        self.disk.sync_dir((self.root / name).parent)
 
     def _info(self) -> dict[str, Any]:
         """Return the content of info.json."""

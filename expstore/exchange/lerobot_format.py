@@ -114,7 +114,7 @@ def describe_values(values: Array) -> Statistics:
         "std": rows.std(0),
         "count": np.array([len(rows)]),
     }
-    quantiles = np.quantile(rows, list(_QUANTILES.values()), axis=0)
+    quantiles = np.quantile(rows, list(_QUANTILES.values()), axis=0, method="inverted_cdf")
     return found | dict(zip(_QUANTILES, quantiles, strict=True))
 
 
@@ -157,7 +157,7 @@ class PixelCounts:
             "std": np.sqrt((shares * (values - mean[:, None]) ** 2).sum(1)),
         }
         for name, part in _QUANTILES.items():
-            found[name] = values[(sums > part * (total - 1)).argmax(1)]
+            found[name] = values[(sums >= part * total).argmax(1)]
         found = {name: array.reshape(3, 1, 1) for name, array in found.items()}
         return found | {"count": np.array([self._frames])}
 
