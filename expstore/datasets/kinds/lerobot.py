@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -31,12 +32,15 @@ from expstore.datasets.source_paths import check_folder, parses_source
 from expstore.datasets.steps import text_fact
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
+from expstore.episodes.facts import TRAIN
 from expstore.errors import ExpStoreError, NotFoundError, SchemaError
 from expstore.exchange.base import import_library, open_to_read
 from expstore.exchange.lerobot_format import DONE_KEY, INFO, LEROBOT_KEYS, lerobot_key
 
 _PIECE_BYTES = 16 << 20
 _READ_BYTES = 1 << 20
+_RANGE = re.compile(r"(\d{1,18}):(\d{1,18})")
+
 #: Keys of columns that are not stored: the row's number in the store, and how the episode ends.
 _NOT_STORED = (("index",), ("next", "terminated"), ("next", "truncated"))
 
@@ -59,6 +63,8 @@ class LeRobotReader(Reader):
       Columns `next.terminated` and `next.truncated` take precedence. Without any of these columns the
       recording was cut. `next.done` of every frame is stored as `next.terminal`.
     - The files do not have the observation after the last frame.
+    - An episode has the split whose range `"0:80"` in info.json has its number. Files of episodes from
+      `total_episodes` on are ignored: an export that was killed had not added them yet.
     - `rb.meta["lerobot"]["left_out"]` names what is not stored (videos with `decode_video=False`, columns of
       other types).
 
@@ -179,6 +185,13 @@ class LeRobotReader(Reader):
         elif tasks:
             found["tasks"] = tasks
         return found
+
+    def split_of(self, number: int) -> str | None:
+        """Return the split of an episode: the name of a range in info.json that has its number."""
+        for name, text in self._meta.splits.items():
+            if (found := _RANGE.fullmatch(str(text))) and int(found[1]) <= number < int(found[2]):
+                return None if name == TRAIN else name
+        return None
 
     def check_length(self, number: int, rows: int) -> None:
         """Raise SchemaError if the metadata have another number of frames for an episode."""
@@ -540,6 +553,7 @@ class _Cutter:
             end="open" if after is not None else _end(rows),
             fields=fields,
             facts=facts,
+            split=self._reader.split_of(number),
         )
 
 
@@ -596,6 +610,7 @@ class _Metadata:
             self.major = int(version.removeprefix("v").split(".")[0])
             self.fps = float(self.info["fps"])
             self.features: dict[str, dict[str, Any]] = dict(self.info.get("features") or {})
+            self.splits: dict[str, Any] = dict(self.info.get("splits") or {})
             self.videos = sorted(
                 name for name, feature in self.features.items() if feature.get("dtype") == "video"
             )
