@@ -161,7 +161,7 @@ def export_lerobot(
         >>> from expstore.exchange import export_lerobot
         >>> done = export_lerobot(rb, "cartpole", fps=50, task="balance the pole")
         >>> done.rows, done.episodes
-        (200, 4)
+        (200, 10)
     """
     if codec not in _ENCODERS:
         raise ArgumentError(f"codec {codec!r} is unknown; use one of {', '.join(_ENCODERS)}")
