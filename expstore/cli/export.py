@@ -204,6 +204,7 @@ def export(
         form, option, _ = options[name]
         if chosen != [form]:
             raise typer.BadParameter(f"{option} requires --{form}")
+    from expstore.disk.files import ReadingDisk
     from expstore.exchange.rows import parse_episodes
 
     names = None if fields is None else [name.strip() for name in fields.split(",")]
@@ -217,7 +218,7 @@ def export(
                 store, target, fields=names, episodes=which, version=version, progress=progress, **more
             )
     except KeyboardInterrupt:
-        if target.exists():
+        if ReadingDisk().exists(target):
             typer.echo("stopped; the same command continues the export", err=True)
         raise
     if as_json:

@@ -61,12 +61,12 @@ from expstore.exchange.lerobot_format import (
     PixelCounts,
     Statistics,
     TotalStatistics,
+    choose_frames,
     describe_values,
     file_place,
     flatten_statistics,
     lerobot_column,
     nest_statistics,
-    sampled_frames,
     split_ranges,
 )
 from expstore.exchange.rows import Episodes, Exchanged, Export, Rows, mean_bytes, open_export, read_pieces
@@ -192,7 +192,7 @@ def export_lerobot(
             "fields": {one.name: one.describe() for one in fields_read},
             "fps": _choose_fps(fps, meta),
             "task": task,
-            "robot_type": robot_type or _known(meta, "robot_type"),
+            "robot_type": robot_type or _find_fact(meta, "robot_type"),
             "codec": codec,
         }
         tell([*notes, *more])
@@ -201,7 +201,7 @@ def export_lerobot(
             rows = _select(rows, order)
             data = _DataSet(export.disk, export.target, columns, plan)
             data.resume()
-            writer = _Writer(data, rows, task_field, _known(meta, "tasks") or {}, task or "", progress)
+            writer = _Writer(data, rows, task_field, _find_fact(meta, "tasks") or {}, task or "", progress)
             writer.write(order, facts)
         done = dataclasses.replace(export, rows=rows).summarize(data.frames, episodes=len(data.splits))
     return dataclasses.replace(done, left_out=plan["rows"] - data.frames)
@@ -265,7 +265,7 @@ def _plan_columns(
     for place, entry in fields:
         key, is_text = entry.key, entry.arrow.strip('"') in ("string", "large_string")
         layout = find_image(entry) if entry.dtype == "uint8" else None
-        is_task = (is_text and key in _TASK_KEYS) or (key == ("task_index",) and _known(meta, "tasks"))
+        is_task = (is_text and key in _TASK_KEYS) or (key == ("task_index",) and _find_fact(meta, "tasks"))
         if is_task and task is None:
             task = _Column(key_name(key), place, entry, "text" if is_text else "number")
         elif key in _COMPUTED or (key[0] == "next" and key[1:] in _FLAGS):
@@ -330,7 +330,7 @@ def _task_of(info: str) -> str | None:
     return task if isinstance(task, str) else None
 
 
-def _known(meta: Mapping[str, Any], name: str) -> Any:
+def _find_fact(meta: Mapping[str, Any], name: str) -> Any:
     """Return a fact of an imported data set, or else of the store; None if there is none."""
     imported = meta.get("lerobot")
     found = imported.get(name) if isinstance(imported, dict) else None
@@ -343,7 +343,7 @@ def _choose_fps(fps: int | None, meta: Mapping[str, Any]) -> int:
     Raises:
         ArgumentError: They are unknown, or not a positive whole number.
     """
-    found = _known(meta, "fps") if fps is None else fps
+    found = _find_fact(meta, "fps") if fps is None else fps
     if isinstance(found, int | float) and not isinstance(found, bool) and found > 0 and found == int(found):
         return int(found)
     what = "the frames per second are not known" if found is None else f"fps={found!r} cannot be used"
@@ -476,12 +476,12 @@ class _DataSet:
         folders = set()
         for number, path in enumerate(self.paths()):
             target = self.root / path
-            disk.sync_path(group.staged(number))
+            disk.sync_path(group.part_path(number))
             folders.add(target.parent)
             if not disk.exists(target.parent):
                 folders.update(self.root / above for above in Path(path).parents)
                 disk.make_dir(target.parent)
-            disk.rename(group.staged(number), target)
+            disk.rename(group.part_path(number), target)
         for folder in sorted(folders):
             disk.sync_dir(folder)
         self._count(group.episodes)
@@ -561,7 +561,8 @@ class _Video:
         encoder, options = _ENCODERS[codec]
         self.frames, self._file, self._column, self._codec = 0, file, column, codec
         self._make, self._error, self._base = av.VideoFrame.from_ndarray, av.FFmpegError, Fraction(1, fps)
-        self._container = av.open(file, "w", format="mp4")
+        open_video = av.open
+        self._container = open_video(file, "w", format="mp4")
         self._stream = self._container.add_stream(encoder, rate=fps, options=options)
         self._stream.width, self._stream.height = column.layout.width, column.layout.height
         self._stream.pix_fmt = column.pixel_format
@@ -614,7 +615,7 @@ class _Group:
     def __init__(self, data: _DataSet, opened: ExitStack) -> None:
         self._data, self._opened = data, opened
         self._files = [
-            opened.enter_context(DiskFile(data.disk, self.staged(number), write=True))
+            opened.enter_context(DiskFile(data.disk, self.part_path(number), write=True))
             for number in range(len(data.paths()))
         ]
         pictures = [one for one in data.columns if one.kind == "video"]
@@ -626,7 +627,7 @@ class _Group:
         self.episodes: list[dict[str, Any]] = []
         self.frames = 0
 
-    def staged(self, number: int) -> Path:
+    def part_path(self, number: int) -> Path:
         """Return the path of a file before it is a part of the data set."""
         return self._data.root / STATE / f"{number}.part"
 
@@ -740,7 +741,7 @@ class _Writer:
         held: dict[str, list[Any]] = {one.name: [] for one in columns if one.kind != "video"}
         pixels = {one.name: PixelCounts() for one in columns if one.layout is not None}
         tasks: list[str] = []
-        sampled, size, done = sampled_frames(ids.size), piece_rows(self._rows.row_bytes), 0
+        sampled, size, done = choose_frames(ids.size), piece_rows(self._rows.row_bytes), 0
         wanted = (ids[start : start + size] for start in range(0, ids.size, size))
         for piece in read_pieces(self._rows, wanted):
             self._read += piece.asked
@@ -822,7 +823,7 @@ def _to_arrow(values: Any) -> Any:
     if not isinstance(values, np.ndarray):
         return values
     arrow = import_library("pyarrow")
-    shape = values.shape[1:] if values.shape[1:] != (1,) else ()
+    shape: tuple[int, ...] = values.shape[1:] if values.shape[1:] != (1,) else ()
     found = arrow.array(values.reshape(-1))
     if len(shape) == 1:
         return arrow.FixedSizeListArray.from_arrays(found, shape[0])

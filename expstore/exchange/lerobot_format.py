@@ -118,7 +118,7 @@ def describe_values(values: Array) -> Statistics:
     return found | dict(zip(_QUANTILES, quantiles, strict=True))
 
 
-def sampled_frames(count: int) -> IntArray:
+def choose_frames(count: int) -> IntArray:
     """Return which frames of an episode the statistics of its pictures are computed from. Shape `(n,)`."""
     wanted = max(min(count, 100), min(int(count**0.75), 10_000))
     return np.round(np.linspace(0, count - 1, wanted)).astype(np.int64)

@@ -454,5 +454,5 @@ def test_lerobot_reads_what_was_exported(tmp_path: Path) -> None:
         item = found[number]
         for name in ("action", "observation.state", "next.reward", "next.done", "next.success", "map"):
             np.testing.assert_array_equal(item[name].reshape(-1), frames[name][number].reshape(-1))
-        shown = np.moveaxis(item["observation.images.top"].numpy() * 255, 0, -1)
-        assert signal_to_noise(shown, top[number]) > 32
+        visible = np.moveaxis(item["observation.images.top"].numpy() * 255, 0, -1)
+        assert signal_to_noise(visible, top[number]) > 32
