@@ -189,7 +189,7 @@ def export(
         "images": ("lerobot", "--images", images or None),
         "codec": ("lerobot", "--codec", codec),
     }
-    more = {name: value for name, (_, _, value) in options.items() if value is not None}
+    more: dict[str, Any] = {name: value for name, (_, _, value) in options.items() if value is not None}
     if draws:
         if chosen or more or not all(one is None for one in (fields, episodes, where, version)):
             raise typer.BadParameter("--draws takes --consumer and --json, and no option for rows")

@@ -12,6 +12,7 @@ end.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -81,9 +82,10 @@ STATE, _PLAN = ".export", "plan.json"
 _SHARE = 32
 #: Column of meta/episodes with the episode's id in the store.
 EPISODE_ID = "expstore/episode_id"
-#: Encoder and options by codec: every other frame is a key frame, as LeRobot reads single frames.
+#: Encoder and options by codec: every other frame is a key frame, as LeRobot reads single frames. What x264
+#: looks ahead depends on the timing of its threads, and a continued export must give the same bytes.
 _ENCODERS = {
-    "h264": ("libx264", {"g": "2", "bf": "0", "crf": "18"}),
+    "h264": ("libx264", {"g": "2", "bf": "0", "crf": "18", "rc-lookahead": "0", "mbtree": "0"}),
     "av1": ("libsvtav1", {"g": "2", "crf": "30"}),
 }
 #: Fields whose values LeRobot computes from the frames.
@@ -176,7 +178,9 @@ def export_lerobot(
         any_length=True,
     ) as export:
         rows, meta = export.rows, meta_of(export.rows.storage)
-        columns, task_field, notes = _plan_columns(rows, meta, images=images)
+        tasks = _find_fact(meta, "tasks")
+        numbered = tasks if isinstance(tasks, dict) else {}
+        columns, task_field, notes = _plan_columns(rows, images=images, has_tasks=bool(numbered))
         facts, more = _choose_episodes(rows, has_tasks=task is not None or task_field is not None)
         libraries = {"video": "av", "image": "PIL.Image"}
         for library in sorted({libraries[one.kind] for one in columns if one.layout is not None}):
@@ -201,8 +205,9 @@ def export_lerobot(
             rows = _select(rows, order)
             data = _DataSet(export.disk, export.target, columns, plan)
             data.resume()
-            writer = _Writer(data, rows, task_field, _find_fact(meta, "tasks") or {}, task or "", progress)
-            writer.write(order, facts)
+            _Writer(data, rows, task_field, numbered, task or "", progress).write(order, facts)
+            if not data.frames:
+                raise NotFoundError("no rows of these episodes are left in the store")
         done = dataclasses.replace(export, rows=rows).summarize(data.frames, episodes=len(data.splits))
     return dataclasses.replace(done, left_out=plan["rows"] - data.frames)
 
@@ -250,9 +255,14 @@ class _Column:
 
 
 def _plan_columns(
-    rows: Rows, meta: Mapping[str, Any], *, images: bool
+    rows: Rows, *, images: bool, has_tasks: bool
 ) -> tuple[list[_Column], _Column | None, list[str]]:
     """Return the columns, the field of the frames' tasks if there is one, and what is left out.
+
+    Args:
+        rows: The rows to export.
+        images: Whether pictures are stored in Parquet files.
+        has_tasks: Whether the texts of numbered tasks are known.
 
     Raises:
         SchemaError: Two fields would have the same name, or no field is left.
@@ -265,7 +275,7 @@ def _plan_columns(
     for place, entry in fields:
         key, is_text = entry.key, entry.arrow.strip('"') in ("string", "large_string")
         layout = find_image(entry) if entry.dtype == "uint8" else None
-        is_task = (is_text and key in _TASK_KEYS) or (key == ("task_index",) and _find_fact(meta, "tasks"))
+        is_task = (is_text and key in _TASK_KEYS) or (has_tasks and key == ("task_index",))
         if is_task and task is None:
             task = _Column(key_name(key), place, entry, "text" if is_text else "number")
         elif key in _COMPUTED or (key[0] == "next" and key[1:] in _FLAGS):
@@ -590,12 +600,15 @@ class _Video:
         self._container.close()
         self._file.close()
 
+    def discard(self) -> None:
+        """Release the encoder; what an encoder still writes is of no use."""
+        with contextlib.suppress(self._error, StorageError):
+            self._container.close()
+
     def _encode(self, frame: Any) -> None:
         try:
             self._container.mux(self._stream.encode(frame))
         except self._error as exc:
-            if isinstance(exc.__context__, StorageError):
-                raise exc.__context__ from exc
             raise SchemaError(
                 f"pictures of {self._column.name!r} cannot be encoded with {self._codec}: {exc}",
                 hint="use --images, or another --codec",
@@ -623,6 +636,8 @@ class _Group:
             one.name: _Video(file, one, data.fps, data.codec)
             for one, file in zip(pictures, self._files, strict=False)
         }
+        for video in self.videos.values():
+            opened.callback(video.discard)
         self._parquet: Any = None
         self.episodes: list[dict[str, Any]] = []
         self.frames = 0
@@ -828,7 +843,7 @@ def _to_arrow(values: Any) -> Any:
     if len(shape) == 1:
         return arrow.FixedSizeListArray.from_arrays(found, shape[0])
     for size in reversed(shape):
-        found = arrow.ListArray.from_arrays(np.arange(0, len(found) + 1, size, np.int32), found)
+        found = arrow.ListArray.from_arrays(np.arange(len(found) // size + 1, dtype=np.int32) * size, found)
     return found
 
 

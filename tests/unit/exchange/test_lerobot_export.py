@@ -16,10 +16,11 @@ import expstore
 from expstore.cli.app import run
 from expstore.datasets import LeRobotReader, import_dataset
 from expstore.disk.files import Disk
-from expstore.errors import ArgumentError, ExpStoreError, NotFoundError, SchemaError, StateError
+from expstore.errors import ArgumentError, ExpStoreError, NotFoundError, SchemaError, StateError, StorageError
 from expstore.exchange import export_lerobot, lerobot_export, rows
 from expstore.exchange.lerobot_format import lerobot_column, lerobot_key
 from tests.support.commands import Cli
+from tests.support.gated_disk import GatedDisk, refuse
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 av = pytest.importorskip("av")
@@ -324,6 +325,26 @@ def test_an_interrupted_export_is_continued_with_the_same_episodes(tmp_path: Pat
     assert bytes_of(out) == bytes_of(tmp_path / "whole")
     with pytest.raises(StateError, match="out exists already"):
         export_lerobot(store, out)
+
+
+@pytest.mark.parametrize("part", ["0.part", "2.part", "3.part", "info.json"])
+def test_a_full_disk_leaves_whole_episodes(tmp_path: Path, part: str) -> None:
+    """While a video, rows or metadata of the third file are written."""
+    store, out = make_store(tmp_path / "run.exp"), tmp_path / "out"
+    export_lerobot(store, tmp_path / "whole")
+    before = refuse("write", "rename", where=part)
+    opened: list[str] = []
+
+    def fill(act: str, path: Path) -> None:
+        opened.extend([act] if path.name == part and act in ("create", "rename") else [])
+        if len(opened) >= 3:
+            before(act, path)
+
+    with pytest.raises(StorageError, match="no (write|rename) today"):
+        export_lerobot(store, out, disk=GatedDisk(fill))
+    assert json.loads((out / "meta/info.json").read_bytes())["total_episodes"] in (1, 2)
+    assert export_lerobot(store, out).rows == 19
+    assert bytes_of(out) == bytes_of(tmp_path / "whole")
 
 
 def test_episodes_whose_rows_are_overwritten_are_left_out(
