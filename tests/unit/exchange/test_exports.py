@@ -69,7 +69,8 @@ def check_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) ->
 
 @pytest.mark.guarantee(
     "exchange/exports",
-    "An export has complete rows only, identical to the bit, and is written completely or not at all.",
+    "An export has complete rows only, identical to the bit, and is written completely or not at all; "
+    "LeRobot data sets apart.",
 )
 @pytest.mark.some(2)
 @pytest.mark.parametrize("layout", ["flat", "auto"])
