@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 #: Paragraphs of the help.
 EXPORT_NOTES = "\n\n".join(
     [
-        "The export exists completely or not at all; Ctrl-C leaves nothing. Later rows are not exported.",
+        "The export exists completely or not at all; Ctrl-C leaves nothing. Later rows are not exported. "
+        "Only --lerobot leaves whole episodes behind, from which the same command continues.",
         f"No format contains {LOST_BY_ALL}. In addition, these formats do not contain:",
         *(f"--{name}: {lost}" for name, lost in LOSSES.items() if lost),
     ]
@@ -60,6 +61,12 @@ AsArrow = Annotated[
 ]
 AsHdf5 = Annotated[
     bool, typer.Option("--hdf5", help="An HDF5 file with D4RL's names: observations, actions, rewards, ...")
+]
+AsLeRobot = Annotated[
+    bool,
+    typer.Option(
+        "--lerobot", help="A LeRobot data set: Parquet files and videos; the same command continues it."
+    ),
 ]
 AsMinari = Annotated[bool, typer.Option("--minari", help="A Minari dataset (HDF5).")]
 AsNpz = Annotated[bool, typer.Option("--npz", help="A NumPy .npz file with the names of --hdf5.")]
@@ -96,6 +103,30 @@ DatasetId = Annotated[
     str | None,
     typer.Option("--dataset-id", metavar="ID", help="Id of the Minari dataset, such as cartpole/random-v0."),
 ]
+Fps = Annotated[
+    int | None,
+    typer.Option(
+        "--fps",
+        metavar="N",
+        min=1,
+        help="Frames per second of a LeRobot data set; by default those of the imported data set or of meta.",
+    ),
+]
+Task = Annotated[
+    str | None,
+    typer.Option("--task", metavar="TEXT", help="Task of episodes without a task in a LeRobot data set."),
+]
+Robot = Annotated[
+    str | None, typer.Option("--robot", metavar="TYPE", help="Type of the robot of a LeRobot data set.")
+]
+Images = Annotated[
+    bool,
+    typer.Option("--images", help="Store the pictures of a LeRobot data set exactly, instead of as videos."),
+]
+Codec = Annotated[
+    str | None,
+    typer.Option("--codec", metavar="NAME", help="Codec of LeRobot's videos: h264 (the default) or av1."),
+]
 OfDraws = Annotated[
     bool,
     typer.Option(
@@ -122,6 +153,7 @@ def export(
     target: Out,
     as_arrow: AsArrow = False,
     as_hdf5: AsHdf5 = False,
+    as_lerobot: AsLeRobot = False,
     as_minari: AsMinari = False,
     as_npz: AsNpz = False,
     as_parquet: AsParquet = False,
@@ -130,6 +162,11 @@ def export(
     where: Where = None,
     version: OfVersion = None,
     dataset_id: DatasetId = None,
+    fps: Fps = None,
+    task: Task = None,
+    robot: Robot = None,
+    images: Images = False,
+    codec: Codec = None,
     draws: OfDraws = False,
     consumer: OfConsumer = None,
     as_json: Json = False,
@@ -138,13 +175,23 @@ def export(
     asked = {
         "arrow": as_arrow,
         "hdf5": as_hdf5,
+        "lerobot": as_lerobot,
         "minari": as_minari,
         "npz": as_npz,
         "parquet": as_parquet,
     }
     chosen = [name for name, wanted in asked.items() if wanted]
+    options = {
+        "dataset_id": ("minari", "--dataset-id", dataset_id),
+        "fps": ("lerobot", "--fps", fps),
+        "task": ("lerobot", "--task", task),
+        "robot_type": ("lerobot", "--robot", robot),
+        "images": ("lerobot", "--images", images or None),
+        "codec": ("lerobot", "--codec", codec),
+    }
+    more: dict[str, Any] = {name: value for name, (_, _, value) in options.items() if value is not None}
     if draws:
-        if chosen or not all(one is None for one in (fields, episodes, where, version, dataset_id)):
+        if chosen or more or not all(one is None for one in (fields, episodes, where, version)):
             raise typer.BadParameter("--draws takes --consumer and --json, and no option for rows")
         return _export_draws(store, target, consumer, as_json=as_json)
     if consumer is not None:
@@ -153,18 +200,27 @@ def export(
         raise typer.BadParameter(f"choose one format: {', '.join(f'--{name}' for name in asked)}")
     if episodes is not None and where is not None:
         raise typer.BadParameter("--episodes and --where exclude each other: pass one of them")
-    if dataset_id is not None and chosen != ["minari"]:
-        raise typer.BadParameter("--dataset-id requires --minari")
+    for name in more:
+        form, option, _ = options[name]
+        if chosen != [form]:
+            raise typer.BadParameter(f"{option} requires --{form}")
+    from expstore.disk.files import ReadingDisk
     from expstore.exchange.rows import parse_episodes
 
     names = None if fields is None else [name.strip() for name in fields.split(",")]
     which = where if episodes is None else parse_episodes(episodes)
-    more = {} if dataset_id is None else {"dataset_id": dataset_id}
+    if chosen == ["lerobot"]:
+        more["tell"] = _note
     _note([f"the export will not contain {describe_losses(chosen[0])}"])
-    with show_progress("exporting") as show, stoppable(show) as progress:
-        done = getattr(exchange, f"export_{chosen[0]}")(
-            store, target, fields=names, episodes=which, version=version, progress=progress, **more
-        )
+    try:
+        with show_progress("exporting") as show, stoppable(show) as progress:
+            done = getattr(exchange, f"export_{chosen[0]}")(
+                store, target, fields=names, episodes=which, version=version, progress=progress, **more
+            )
+    except KeyboardInterrupt:
+        if ReadingDisk().exists(target):
+            typer.echo("stopped; the same command continues the export", err=True)
+        raise
     if as_json:
         print_json(dataclasses.asdict(done) | {"path": str(done.path), "fields": list(done.fields)})
     else:

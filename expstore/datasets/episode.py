@@ -60,6 +60,7 @@ class Episode:
         fields: More values of the steps, by key: `"episode"`, `("next", "success")`. Shapes `(T, *shape)`.
         facts: Annotations of the episode, for the column `info` of the relation `episodes`: a seed, a task.
             If an episode has several pieces, those of its first piece are used.
+        split: The split of the episode; None: "train".
 
     Example:
         >>> from expstore.datasets import Episode
@@ -78,6 +79,7 @@ class Episode:
     states: Mapping[str | Key, Values] = field(default_factory=dict)
     fields: Mapping[str | Key, Array] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
+    split: str | None = None
 
     def __len__(self) -> int:
         """Return the number of steps: the length of `action`, or without actions of the first field."""
@@ -149,6 +151,7 @@ class Rows:
         end: As in `Episode`; "open" if the next rows may continue the last episode. Rows that end an episode
             by "terminated" or "truncated" have flags that say so.
         facts: Annotations of the episode.
+        split: As in `Episode`.
 
     Example:
         >>> from expstore.datasets import Rows
@@ -159,6 +162,7 @@ class Rows:
     columns_by_key: Mapping[str | Key, Array]
     end: End = "open"
     facts: Mapping[str, Any] = field(default_factory=dict)
+    split: str | None = None
 
     def __len__(self) -> int:
         """Return the number of rows."""

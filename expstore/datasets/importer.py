@@ -300,6 +300,7 @@ def _import_part(
             if seen < stored or (seen == stored > 0 and is_open):
                 # The last stored row belongs to this episode.
                 rb.episodes.resume(source, check=False)
+            batch.use_split(episode.split)
             batch.add({key: values[skip:] for key, values in columns.items()}, count - skip)
             if episode.end == "cut":
                 batch.write()
@@ -382,8 +383,15 @@ class _Batch:
 
     def __init__(self, rb: TensorDictReplayBuffer, source: str) -> None:
         self._rb, self._source = rb, source
+        self._split: str | None = None
         self._pieces: list[dict[Key, Array]] = []
         self._rows = self._bytes = 0
+
+    def use_split(self, split: str | None) -> None:
+        """Write the rows that are added from now on with this split."""
+        if split != self._split:
+            self.write()
+            self._split = split
 
     def add(self, columns: dict[Key, Array], count: int) -> None:
         """Add rows; write them if there are enough."""
@@ -409,7 +417,7 @@ class _Batch:
                 differing = sorted(map(key_name, piece.keys() ^ first.keys()))
                 raise SchemaError(f"some episodes have {', '.join(differing)}, and others do not")
         columns = {key: self._tensor(key, _join([piece[key] for piece in pieces], key)) for key in first}
-        self._rb.extend(TensorDict(columns, [rows]), source=self._source)
+        self._rb.extend(TensorDict(columns, [rows]), source=self._source, split=self._split)
 
     def _tensor(self, key: Key, values: Array) -> torch.Tensor:
         """Return values as a tensor. NumPy has no bfloat16: a reader returns its bits as uint16."""

@@ -9,8 +9,8 @@ import torch
 from tensordict import NonTensorStack, TensorDict, is_tensor_collection
 
 from expstore.core.values import Key
-from expstore.datasets.kinds.lerobot import LEROBOT_KEYS, lerobot_key
 from expstore.errors import ArgumentError
+from expstore.exchange.lerobot_format import LEROBOT_KEYS, lerobot_key
 
 
 def lerobot_columns_to_tensordict(

@@ -2,6 +2,7 @@ from expstore.exchange.base import Exported as Exported
 from expstore.exchange.base import Imported as Imported
 from expstore.exchange.hdf5 import export_hdf5 as export_hdf5
 from expstore.exchange.hdf5 import import_hdf5 as import_hdf5
+from expstore.exchange.lerobot_export import export_lerobot as export_lerobot
 from expstore.exchange.minari_export import export_minari as export_minari
 from expstore.exchange.npz import export_npz as export_npz
 from expstore.exchange.npz import import_npz as import_npz

@@ -14,7 +14,7 @@ from expstore.exchange.base import open_to_read
 from expstore.storages.format.manifest import MANIFEST
 
 #: The formats that can be exported, and those that can be imported.
-EXPORTS = ("arrow", "hdf5", "minari", "npz", "parquet")
+EXPORTS = ("arrow", "hdf5", "lerobot", "minari", "npz", "parquet")
 IMPORTS = ("arrow", "csv", "hdf5", "jsonl", "npz", "parquet", "rollouts", "sb3")
 #: Formats of one array per field, which some data sets have too.
 ARRAYS = ("hdf5", "npz")
@@ -101,6 +101,9 @@ _OF_FLAT_FORMATS = "the order of rows of different episodes; fields of variable 
 LOSSES = {
     "arrow": "",
     "hdf5": f"priorities, times, sources, trajectory ids, facts about episodes, specs; {_OF_FLAT_FORMATS}",
+    "lerobot": "next observations; exact pixels of videos; episodes that have not ended; priorities, times, "
+    "sources, trajectory ids, facts about episodes except tasks and splits, specs; the order of rows of "
+    "different episodes; numbers of variable length",
     "minari": f"priorities, times, sources, trajectory ids, specs except spaces; {_OF_FLAT_FORMATS}",
     "npz": f"priorities, times, sources, trajectory ids, facts about episodes, specs; {_OF_FLAT_FORMATS}",
     "parquet": "",

@@ -485,6 +485,7 @@ def _join(pieces: list[Piece]) -> Piece:
 _TITLES = {
     "arrow": "Arrow",
     "hdf5": "HDF5",
+    "lerobot": "LeRobot",
     "minari": "Minari",
     "npz": "NPZ",
     "parquet": "Parquet",

@@ -22,6 +22,9 @@ FLAT = {name: _find_pair(name) for name in ("hdf5", "npz")}
 TABLES = {name: _find_pair(name) for name in ("arrow", "parquet")}
 ROUND_TRIPS = {**FLAT, **TABLES}
 
+#: Arguments that an export needs.
+NEEDED: dict[str, dict[str, Any]] = {"lerobot": {"fps": 10}}
+
 #: Flat files have rows episode after episode.
 BY_STEPS = "_episode, _step"
 #: Fields of `control_rows` that every export can store, Minari's too.

@@ -62,7 +62,7 @@ IN_PYTHON: dict[str, Callable[[Any], Any]] = {
     "export, source": lambda url: exchange.export_npz(url, "out.npz"),
     **{
         f"export_{name}": lambda url, name=name: getattr(exchange, f"export_{name}")("run.exp", url)
-        for name in ("arrow", "hdf5", "minari", "npz", "parquet")
+        for name in ("arrow", "hdf5", "lerobot", "minari", "npz", "parquet")
     },
     **{
         f"import_{name}, {which}": lambda url, name=name, which=which: getattr(exchange, f"import_{name}")(

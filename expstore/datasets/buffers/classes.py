@@ -36,13 +36,13 @@ from expstore.datasets.kinds import (
     roboset,
     vd4rl,
 )
-from expstore.datasets.kinds.lerobot import LEROBOT_KEYS, lerobot_key
 from expstore.datasets.lerobot_columns import lerobot_columns_to_tensordict
 from expstore.datasets.origin import Download
 from expstore.datasets.steps import LastStep
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.errors import ArgumentError, StateError
+from expstore.exchange.lerobot_format import LEROBOT_KEYS, lerobot_key
 from expstore.samplers.base import Sampler
 from expstore.samplers.slices import SliceSampler
 from expstore.samplers.without_replacement import SamplerWithoutReplacement

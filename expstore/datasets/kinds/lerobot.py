@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -31,43 +32,20 @@ from expstore.datasets.source_paths import check_folder, parses_source
 from expstore.datasets.steps import text_fact
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
+from expstore.episodes.facts import TRAIN
 from expstore.errors import ExpStoreError, NotFoundError, SchemaError
 from expstore.exchange.base import import_library, open_to_read
+from expstore.exchange.lerobot_format import DONE_KEY, INFO, LEROBOT_KEYS, lerobot_key
 
 _PIECE_BYTES = 16 << 20
 _READ_BYTES = 1 << 20
-_IMAGE_PREFIX = "observation.images."
-
-#: Keys of columns whose key does not follow from the column's name.
-LEROBOT_KEYS: Mapping[str, str | Key] = {
-    "action": "action",
-    "observation.state": ("observation", "state"),
-    "episode_index": "episode",
-    "frame_index": "frame",
-    "task": "language_instruction",
-    "next.reward": ("next", "reward"),
-    "next.done": ("next", "done"),
-}
+_RANGE = re.compile(r"(\d{1,18}):(\d{1,18})")
 
 #: Keys of columns that are not stored: the row's number in the store, and how the episode ends.
 _NOT_STORED = (("index",), ("next", "terminated"), ("next", "truncated"))
 
 #: Rows of columns, by the name of the column.
 Rows = dict[str, Array]
-
-
-def lerobot_key(name: str, key_map: Mapping[str, str | Key]) -> str | Key:
-    """Return the key of a column.
-
-    >>> from expstore.datasets.kinds.lerobot import lerobot_key
-    >>> lerobot_key("observation.images.top", {})
-    ('observation', 'image', 'top')
-    """
-    if name in key_map:
-        return key_map[name]
-    if name.startswith(_IMAGE_PREFIX):
-        return ("observation", "image", name[len(_IMAGE_PREFIX) :])
-    return tuple(name.split(".")) if "." in name else name
 
 
 class LeRobotReader(Reader):
@@ -85,6 +63,8 @@ class LeRobotReader(Reader):
       Columns `next.terminated` and `next.truncated` take precedence. Without any of these columns the
       recording was cut. `next.done` of every frame is stored as `next.terminal`.
     - The files do not have the observation after the last frame.
+    - An episode has the split whose range `"0:80"` in info.json has its number. Files of episodes from
+      `total_episodes` on are ignored: an export that was killed had not added them yet.
     - `rb.meta["lerobot"]["left_out"]` names what is not stored (videos with `decode_video=False`, columns of
       other types).
 
@@ -206,6 +186,13 @@ class LeRobotReader(Reader):
             found["tasks"] = tasks
         return found
 
+    def split_of(self, number: int) -> str | None:
+        """Return the split of an episode: the name of a range in info.json that has its number."""
+        for name, text in self._meta.splits.items():
+            if (found := _RANGE.fullmatch(str(text))) and int(found[1]) <= number < int(found[2]):
+                return None if name == TRAIN else name
+        return None
+
     def check_length(self, number: int, rows: int) -> None:
         """Raise SchemaError if the metadata have another number of frames for an episode."""
         expected = self._meta.length_of(number)
@@ -311,7 +298,7 @@ class LeRobotReader(Reader):
         return files
 
     def _read_order(self, path: Path) -> _File | None:
-        """Return the range of rows and the episodes of a file; None if it has no rows."""
+        """Return the range of rows and the episodes of a file; None if it has no rows of the data set."""
         with open_to_read(path) as raw:
             file = self._open(path, raw)
             names = set(file.schema_arrow.names)
@@ -323,6 +310,8 @@ class LeRobotReader(Reader):
         if not index.size:
             return None
         episodes = np.unique(table.column("episode_index").to_numpy())
+        if self._meta.major == 3 and episodes[0] >= self._meta.info.get("total_episodes", np.inf):
+            return None  # an export was killed before it had added the file
         steps = np.diff(index)
         is_sorted = bool((steps > 0).all())
         if not is_sorted and not np.diff(np.sort(index)).all():
@@ -555,7 +544,7 @@ class _Cutter:
                 reward = values
             elif key not in _NOT_STORED:
                 # The key `next.done` is used for the end of the episode.
-                key = ("next", "terminal") if key == ("next", "done") else key
+                key = DONE_KEY if key == ("next", "done") else key
                 fields[key] = values[:, None] if key[0] == "next" and values.ndim == 1 else values
         return Episode(
             observation=trees["observation"],
@@ -564,6 +553,7 @@ class _Cutter:
             end="open" if after is not None else _end(rows),
             fields=fields,
             facts=facts,
+            split=self._reader.split_of(number),
         )
 
 
@@ -609,7 +599,7 @@ class _Metadata:
         disk = ReadingDisk()
         check_folder(root)
         self.root = root
-        self.files = [root / "meta" / "info.json"]
+        self.files = [root / INFO]
         if not disk.exists(self.files[0]):
             raise NotFoundError(
                 f"there is no file {self.files[0]}", hint="pass the folder that contains `meta`"
@@ -620,6 +610,7 @@ class _Metadata:
             self.major = int(version.removeprefix("v").split(".")[0])
             self.fps = float(self.info["fps"])
             self.features: dict[str, dict[str, Any]] = dict(self.info.get("features") or {})
+            self.splits: dict[str, Any] = dict(self.info.get("splits") or {})
             self.videos = sorted(
                 name for name, feature in self.features.items() if feature.get("dtype") == "video"
             )
@@ -804,7 +795,7 @@ def _make_sample(path: Path) -> None:
         parquet.write_table(arrow.table(table), file)
         write_file(path / f"{name}.parquet", file.getvalue())
     info = {"codebase_version": "v3.0", "fps": 10, "features": features, "total_frames": len(rows["index"])}
-    write_json(path / "meta/info.json", info)
+    write_json(path / INFO, info)
 
 
 KIND = Kind(
@@ -813,7 +804,7 @@ KIND = Kind(
     make_sample=_make_sample,
     endings="terminated if the last frame has `next.done` and `next.success`, truncated if it has "
     "`next.done` alone; `next.terminated` and `next.truncated` take precedence; otherwise cut",
-    recognize=lambda source: source.has("meta/info.json"),
+    recognize=lambda source: source.has(INFO),
     prefix="lerobot",
     buffer="LeRobotExperienceReplay",
     public=f"{HUGGING_FACE}/datasets/ID",

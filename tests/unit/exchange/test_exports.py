@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from expstore.exchange.formats import EXPORTS
 from tests.support.buffer_bytes import held as held_bytes
 from tests.support.case_selection import in_full, share
 from tests.support.commands import Cli
-from tests.support.exchange_formats import BY_STEPS, CONTROL_FIELDS, ROUND_TRIPS, control_rows
+from tests.support.exchange_formats import BY_STEPS, CONTROL_FIELDS, NEEDED, ROUND_TRIPS, control_rows
 from tests.support.typed_rows import typed_buffer, typed_rows
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
@@ -68,7 +69,8 @@ def check_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) ->
 
 @pytest.mark.guarantee(
     "exchange/exports",
-    "An export has complete rows only, identical to the bit, and is written completely or not at all.",
+    "An export has complete rows only, identical to the bit, and is written completely or not at all; "
+    "LeRobot data sets apart.",
 )
 @pytest.mark.some(2)
 @pytest.mark.parametrize("layout", ["flat", "auto"])
@@ -108,10 +110,8 @@ def test_no_export_holds_more_than_a_piece(
     told: list[tuple[int, int]] = []
     with expstore.open(tmp_path / "run.exp") as rb:
         rb.extend(control_rows(0, 200, every=50))
-        export = getattr(exchange, f"export_{name}")
-        done = export(
-            rb, tmp_path / "out", fields=CONTROL_FIELDS, progress=lambda *how_far: told.append(how_far)
-        )
+        export = partial(getattr(exchange, f"export_{name}"), fields=CONTROL_FIELDS, **NEEDED.get(name, {}))
+        done = export(rb, tmp_path / "out", progress=lambda *how_far: told.append(how_far))
     assert max(asked) <= 16
     assert sum(asked) == done.rows == 200
     assert told == sorted(told)
@@ -216,13 +216,12 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, name: str) -> None:
 @pytest.mark.some(2)
 @pytest.mark.parametrize("name", EXPORTS)
 def test_nothing_is_left_of_an_export_that_ended_early(tmp_path: Path, name: str) -> None:
+    """Before the first episode of a LeRobot data set, which is continued otherwise."""
     target, scrap = tmp_path / "out", tmp_path / "out.tmp"
     with expstore.open(tmp_path / "run.exp") as rb:
-        rb.extend(control_rows(0, 60))
-
-        def export(**options: Any) -> Any:
-            return getattr(exchange, f"export_{name}")(rb, target, fields=CONTROL_FIELDS, **options)
-
+        rb.extend(control_rows(0, 63))
+        arguments = {"fields": CONTROL_FIELDS, **NEEDED.get(name, {})}
+        export = partial(getattr(exchange, f"export_{name}"), rb, target, **arguments)
         with pytest.raises(KeyboardInterrupt):
             export(progress=stop)
         assert os.listdir(tmp_path) == ["run.exp"]
@@ -233,7 +232,7 @@ def test_nothing_is_left_of_an_export_that_ended_early(tmp_path: Path, name: str
             export()
         assert (scrap / "number").read_text() == "half"
         lock.release()
-        assert export().rows == 60
+        assert export().rows == 63
         with pytest.raises(StateError, match="out exists already"):
             export()
     assert sorted(os.listdir(tmp_path)) == ["out", "run.exp"]
