@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
@@ -118,6 +118,9 @@ class Catalog:
         """
         if not isinstance(sql, str):
             raise ArgumentError(f"the query must be a string of SQL, got {sql!r}")
+        from expstore.sql.selections import expand_calls
+
+        sql = expand_calls(sql, "selections", check=self.check_selections)
         storage, until, attempt = self._storage, time.monotonic() + tuning.QUERY_RETRY_SECONDS, 0
 
         def answer() -> Result:
@@ -282,6 +285,18 @@ class Catalog:
             if rest:
                 found = self._update_index().query(select, [rest], Relations()).arrow()
             return table_of_facts(names, entries, found)
+
+    def check_selections(self, names: Collection[str]) -> None:
+        """Raise QueryError if the store has no selection of one of these names.
+
+        Args:
+            names: The names of which a condition uses the selections.
+        """
+        from expstore.sql.selections import check_names
+
+        if names:
+            found = self.query("SELECT name FROM selections ORDER BY name", None).fetchall()
+            check_names(names, [name for (name,) in found])
 
     def busy(self) -> bool:
         """Return whether many changes are waiting to be committed to the index."""
