@@ -18,6 +18,8 @@ from typing import Any, Literal, NamedTuple
 
 from expstore.episodes.facts import SELECTIONS, merge_info
 
+#: What a definition says.
+DEFINITION = ("condition", "store", "version", "time", "by", "reason")
 _MEMBERS, _EXCLUDED, _DEFINITIONS = "members", "excluded", "definitions"
 
 
@@ -59,9 +61,8 @@ def make_edit(change: SelectionChange, time: int, store: str) -> Callable[[str],
         store: UUID of the store.
     """
     name, noted = change.name, {"time": time, "by": change.by, "reason": change.reason}
-    definition: dict[str, Any] | None = None
-    if change.act == "create":
-        definition = {"condition": change.condition, "store": store, "version": change.version, **noted}
+    values = (change.condition, store, change.version, time, change.by, change.reason)
+    definition = dict(zip(DEFINITION, values, strict=True)) if change.act == "create" else None
 
     def edit(info: str) -> str:
         nonlocal definition
