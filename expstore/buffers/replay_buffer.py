@@ -988,7 +988,7 @@ class ReplayBuffer:
             >>> rb.sql("SELECT count(*) FROM episodes WHERE selection('clean-v1')").fetchall()
             [(1,)]
         """
-        return Selections(self._store)
+        return Selections(self._store.storage, self._store.catalog, self._store.proxy)
 
     @property
     def columns(self) -> Columns:

@@ -1,7 +1,7 @@
 """`rb.selections`: give lists of episodes a name, and draw, query and export the same episodes later.
 
-Used by users and by the HTTP server. `expstore.episodes.selections` describes how they are stored; SQL has the
-relation `selections` and the condition `selection('name')`.
+Used by users, the command line and the HTTP server. `expstore.episodes.selections` says how they are stored;
+SQL has the relation `selections` and the condition `selection('name')`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from expstore.storages.batch import now_us
 from expstore.storages.episode_lookup import check_episode
 
 if TYPE_CHECKING:
-    from expstore.buffers.store_handle import StoreHandle
+    from expstore.buffers.writing_proxy import WritingProxy
     from expstore.sql.result import Result
+    from expstore.sql.sync import Catalog
     from expstore.storages.read_view import ReadView
 
 #: The changes of a selection by hand: of each episode, those in its members or exclusions.
@@ -101,7 +102,7 @@ class Selection:
         if len(lost):
             shown = ", ".join(map(str, lost[:_SHOWN].tolist())) + (", ..." if len(lost) > _SHOWN else "")
             raise StateError(
-                f"{len(lost)} of the {found.size} episodes of selection {self.name!r} have lost rows: {shown}",
+                f"{len(lost)} of {found.size} episodes of selection {self.name!r} have lost rows: {shown}",
                 hint="restore a version that has them, or use the rest: strict=False",
             )
         return found
@@ -131,7 +132,9 @@ class Selections:
     the changes.
 
     Args:
-        store: The store.
+        storage: The storage of the episodes.
+        catalog: Its SQL catalog.
+        proxy: Changes selections in the process that writes; None: this process writes, or only reads.
 
     Example:
         >>> clean = rb.selections.create("clean-v1", where="length > 3", reason="demonstrations")
@@ -140,8 +143,8 @@ class Selections:
         ['clean-v1']
     """
 
-    def __init__(self, store: StoreHandle) -> None:
-        self._store = store
+    def __init__(self, storage: ReadView, catalog: Catalog, proxy: WritingProxy | None = None) -> None:
+        self._storage, self._catalog, self._proxy = storage, catalog, proxy
 
     def __call__(
         self,
@@ -298,12 +301,11 @@ class Selections:
     # -- what connections do in another way --------------------------------------------------------
 
     def _query(self, sql: str, params: Sequence[object] | Mapping[str, object] | None = None) -> Result:
-        return self._store.catalog.query(sql, params)
+        return self._catalog.query(sql, params)
 
     def _change(self, change: SelectionChange) -> None:
-        proxy = self._store.proxy
-        if proxy is not None:
-            proxy.change_selection(change)
+        if self._proxy is not None:
+            self._proxy.change_selection(change)
         else:
             self.change(change)
 
@@ -311,10 +313,12 @@ class Selections:
 
     def find_members(self, name: str, where: str = "true") -> IntArray:
         """Return the ids of the members of a selection that meet a condition, ascending. Shape `(n,)`."""
-        chosen = f"list_contains(selections, $name) AND {where}"
-        sql = f"SELECT list(episode_id ORDER BY episode_id) FROM episodes WHERE {chosen}"
-        found = self._query(sql, {"name": name}).fetchall()[0][0]
-        return np.array([] if found is None else found, np.int64)
+        return np.array(self.find_episodes(f"list_contains(selections, $name) AND {where}", name), np.int64)
+
+    def find_episodes(self, where: str, name: str | None = None) -> list[int]:
+        """Return the ids of the episodes that meet a condition, in which `$name` is a name; ascending."""
+        sql = f"SELECT list(episode_id ORDER BY episode_id) FROM episodes WHERE {where}"
+        return self._query(sql, None if name is None else {"name": name}).fetchall()[0][0] or []
 
     def find_changes(self, name: str) -> list[dict[str, Any]]:
         """Return the changes of a selection by hand; see `Selection.changes`."""
@@ -333,18 +337,25 @@ class Selections:
             if not isinstance(text, str):
                 raise ArgumentError(f"{what} must be text, got {text!r:.100}")
         if change.act in ("include", "exclude") and not change.reason:
-            raise ArgumentError(f"a reason is missing to {change.act} episodes", hint='as in reason="it hangs"')
-        storage = self._store.check_open()
-        writer, catalog = storage.writer(), self._store.catalog
+            raise ArgumentError(
+                f"a reason is missing to {change.act} episodes", hint='as in reason="it hangs"'
+            )
+        storage = self._storage
+        writer = storage.writer()
         if change.act == "create":
-            change = change._replace(version=change.version or version_of(storage))
-            if change.condition is not None and not change.episodes:
-                found = self._query(select_ended(change.condition)).fetchall()[0][0]
-                change = change._replace(episodes=found or ())
+            if not change.version:  # with one, the condition was evaluated elsewhere
+                change = change._replace(version=version_of(storage))
+                if change.condition is not None:
+                    found = self._query(select_ended(change.condition)).fetchall()[0][0]
+                    change = change._replace(episodes=found or ())
             if not change.episodes:
+                which = (
+                    ""
+                    if change.condition is None
+                    else f": no episode that has ended meets {change.condition!r}"
+                )
                 raise NotFoundError(
-                    f"no episode that has ended meets {change.condition!r}: selection {change.name!r} would "
-                    "be empty" if change.condition else f"selection {change.name!r} would be empty",
+                    f"selection {change.name!r} would have no episode{which}",
                     hint="rb.episodes(where) lists the episodes that meet a condition",
                 )
         with storage.lock:
@@ -360,7 +371,7 @@ class Selections:
             if change.act == "drop":
                 rows = self._query(_MARKED, {"pointer": _point_to(change.name)}).fetchall()
                 numbers = [number for (number,) in rows]
-            entries = catalog.find_episodes(sorted(set(numbers)))
+            entries = self._catalog.find_episodes(sorted(set(numbers)))
             edit = make_edit(change, now_us(), storage.description.uuid)
             new = [replace(entry, text=edit(entry.text)) for entry in entries]
             if changed := tuple(one for one, old in zip(new, entries, strict=True) if one.text != old.text):

@@ -210,7 +210,7 @@ class _Owner:
 
     def change_selection(self, change: Sequence[Any]) -> None:
         """Create, change or drop a selection: the values of a `SelectionChange`."""
-        Selections(self._store).change(SelectionChange(*change))
+        Selections(self._store.storage, self._store.catalog).change(SelectionChange(*change))
 
     def flush(self) -> None:
         """Sync the store to the disk."""

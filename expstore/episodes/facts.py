@@ -111,7 +111,10 @@ def pack_stored_info(info: Any) -> str:
     if SPLIT in own:
         check_split(own[SPLIT])
     for name in {GROUP, SELECTIONS}.intersection(own):
-        parts = [own[name], *(own[name].values() if name == SELECTIONS and isinstance(own[name], dict) else ())]
+        parts = [
+            own[name],
+            *(own[name].values() if name == SELECTIONS and isinstance(own[name], dict) else ()),
+        ]
         if not all(isinstance(part, dict) for part in parts):
             raise _build_error(name, "it is not what an export writes")
     return merge_info(text, json.dumps(own, ensure_ascii=False)) if own else text

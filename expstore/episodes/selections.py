@@ -85,9 +85,7 @@ def make_edit(change: SelectionChange, time: int, store: str) -> Callable[[str],
     return edit
 
 
-def add_definitions(
-    infos: Iterable[str | None], find: Callable[[], Mapping[str, Any]]
-) -> list[str | None]:
+def add_definitions(infos: Iterable[str | None], find: Callable[[], Mapping[str, Any]]) -> list[str | None]:
     """Return the facts of some episodes with the definitions of all their selections.
 
     Of these episodes, the first one of each selection gets its definition, if no other one has it.

@@ -336,7 +336,9 @@ class Rows:
         table = catalog.query(_FACTS, [self.episode_ids]).arrow()
         place = table.schema.get_field_index("info")
         infos = add_definitions(table["info"].to_pylist(), catalog.read_definitions)
-        return table.set_column(place, table.schema.field(place), pa.array(infos, table.schema.field(place).type))
+        return table.set_column(
+            place, table.schema.field(place), pa.array(infos, table.schema.field(place).type)
+        )
 
 
 def _choose_fields(schema: Schema, names: Sequence[str] | None) -> dict[int, Field]:

@@ -276,7 +276,9 @@ class Conditions:
         Raises:
             QueryError: DuckDB cannot compute the weights.
         """
-        where, weight = (f"({self._sql.get(name, one)}\n)" for name, one in (("where", "TRUE"), ("weight", "1")))
+        where, weight = (
+            f"({self._sql.get(name, one)}\n)" for name, one in (("where", "TRUE"), ("weight", "1"))
+        )
         mass = f"CASE WHEN {where} THEN coalesce(CAST({weight} AS DOUBLE), 0) ELSE 0 END"
         with self._attach_rows(needs, ids, columns, facts, capacity) as (cursor, source):
             table = cursor.sql(f"SELECT _id, {mass} FROM {source}").to_arrow_table()
