@@ -181,7 +181,7 @@ add_command(
     notes="`selection('NAME')` is a condition for --where and for SQL over episodes.",
     examples=(
         "expstore selections create run.exp clean-v1 --where 'length > 100' --reason demonstrations",
-        "expstore export run.exp rows --parquet --where \"selection('clean-v1')\"",
+        "expstore selections create run.exp best --episodes 3,17-20 --reason 'the longest' --by ada",
     ),
 )
 add_command(
