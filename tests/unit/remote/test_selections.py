@@ -80,15 +80,12 @@ def test_a_sampler_of_a_server_draws_a_selection(tmp_path: Path) -> None:
     with write(tmp_path / "run.exp") as made:
         made.selections.create("clean", "length > 2")
     with api_client(tmp_path, sql_seconds=200.0) as client:
-        sampler = {"kind": "uniform", "where": "selection('clean') AND x > 0"}
-        body = {"batch_size": 64, "sampler": sampler}
+        body = {"batch_size": 64, "where": "selection('clean') AND x > 0"}
         answer = client.post("/v1/stores/run/sample", json=body, headers={"Accept": "application/json"})
         assert answer.status_code == 200, answer.text
-        assert set(answer.json()["x"]) == {3, 4}
+        assert set(answer.json()["rows"]["x"]) == {3, 4}
         for where in ("selection(x)", "selection('a', 'b')", "selection('nothing')"):
-            refused = client.post(
-                "/v1/stores/run/sample", json=body | {"sampler": sampler | {"where": where}}
-            )
+            refused = client.post("/v1/stores/run/sample", json=body | {"where": where})
             assert refused.status_code == 422, refused.text
         key = {"Idempotency-Key": "1"}
         for _ in range(2):
