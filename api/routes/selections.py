@@ -5,8 +5,9 @@ Used by the application unless it is read-only. SQL reads selections.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
+from fastapi import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from expstore.api.dependencies import Limits, Store, check_sql, create_router, problems
@@ -108,7 +109,7 @@ async def create_selection(
 )
 async def change_selection(
     store: Store,
-    act: Literal["include", "exclude", "drop"],
+    act: Annotated[Literal["include", "exclude", "drop"], Path(description="What is done.")],
     asked: ChangedSelection,
     idempotency_key: IdempotencyKey = None,
 ) -> Done:

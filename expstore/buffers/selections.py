@@ -7,7 +7,6 @@ SQL has the relation `selections` and the condition `selection('name')`.
 from __future__ import annotations
 
 import getpass
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -46,7 +45,8 @@ SELECT episode_id FROM episodes WHERE contains(info::VARCHAR, '"_selections"') A
     info -> ('/_selections/definitions/' || $pointer)
 ) IS NOT NULL
 """
-_SHOWN = 10
+#: How many ids a message lists.
+_LISTED = 10
 
 
 class Difference(NamedTuple):
@@ -98,11 +98,11 @@ class Selection:
         Raises:
             StateError: `strict` is set, and rows of a member were evicted or deleted.
         """
-        found, lost = self._selections.find_members(self.name), self.missing() if strict else ()
-        if len(lost):
-            shown = ", ".join(map(str, lost[:_SHOWN].tolist())) + (", ..." if len(lost) > _SHOWN else "")
+        found = self._selections.find_members(self.name)
+        if strict and (lost := self.missing()).size:
+            listed = ", ".join(map(str, lost[:_LISTED].tolist())) + (", ..." if lost.size > _LISTED else "")
             raise StateError(
-                f"{len(lost)} of {found.size} episodes of selection {self.name!r} have lost rows: {shown}",
+                f"{lost.size} of {found.size} episodes of selection {self.name!r} have lost rows: {listed}",
                 hint="restore a version that has them, or use the rest: strict=False",
             )
         return found
@@ -213,7 +213,8 @@ class Selections:
             The selection.
 
         Raises:
-            ArgumentError: The name is not allowed, or not exactly one of `where` and `episodes` is given.
+            ArgumentError: The name is not allowed, or not exactly one of `where` and `episodes` is given; or
+                `by` is missing, and the user has no name.
             NotFoundError: No episode that has ended meets the condition, or there never was one of the given
                 episodes.
             QueryError: `where` is not one expression, or DuckDB refuses it.
@@ -417,7 +418,7 @@ def _name_user(by: str | None) -> str:
     try:
         return getpass.getuser()
     except (OSError, KeyError):  # a container may run under a user id without a name
-        return str(os.getuid())
+        raise ArgumentError("the user of this process has no name", hint="say who changes it: by=") from None
 
 
 def _point_to(name: str) -> str:

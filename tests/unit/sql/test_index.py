@@ -232,7 +232,7 @@ def test_episodes_say_what_they_were_given(index: Index) -> None:
     found = index.query("SELECT * FROM episodes ORDER BY episode_id", None, NOTHING)
     assert found.columns == [
         *("episode_id", "source", "length", "return", "status"),
-        *("start_time", "end_time", "split", "trajectory_id", "live_rows", "info"),
+        *("start_time", "end_time", "split", "selections", "trajectory_id", "live_rows", "info"),
     ]
     start = datetime(1970, 1, 1)
     first = start.replace(second=1), start.replace(second=1, microsecond=10)
@@ -1166,8 +1166,8 @@ def test_a_file_of_a_newer_duckdb_is_not_touched(made: Path) -> None:
 
 def test_a_file_of_a_newer_expstore_is_not_touched(made: Path) -> None:
     with duckdb.connect(str(made)) as con:
-        con.execute("INSERT INTO schema_migrations VALUES (4, 'later', 'c', make_timestamp(0))")
-    with pytest.raises(MigrationError, match=r"0004_later.*0003_splits"):
+        con.execute("INSERT INTO schema_migrations VALUES (5, 'later', 'c', make_timestamp(0))")
+    with pytest.raises(MigrationError, match=r"0005_later.*0004_selections"):
         Index.open(made, disk=Disk(), store_uuid=UUID)
     assert [file.name for file in made.parent.iterdir()] == [made.name]
 
