@@ -51,7 +51,7 @@ def find(path: Path) -> list[int] | None:
 
 
 @pytest.mark.guarantee(
-    "crash/selections",
+    "kill/selections",
     "A kill at any act of creating, changing or dropping a selection leaves all of the change, or nothing.",
 )
 @pytest.mark.usefixtures("no_syncs")
