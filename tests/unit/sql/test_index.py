@@ -238,8 +238,8 @@ def test_episodes_say_what_they_were_given(index: Index) -> None:
     first = start.replace(second=1), start.replace(second=1, microsecond=10)
     second = start.replace(second=2), None
     assert found.fetchall() == [
-        (1, "arm", 10, 2.5, "terminated", *first, "train", 7, 10, '{"seed": 3}'),
-        (2, "1.0", 4, 0.0, "open", *second, "train", None, 4, None),
+        (1, "arm", 10, 2.5, "terminated", *first, "train", [], 7, 10, '{"seed": 3}'),
+        (2, "1.0", 4, 0.0, "open", *second, "train", [], None, 4, None),
     ]
     assert rows(index, "SELECT info.seed::INT + 1 FROM episodes WHERE source = 'arm'") == [(4,)]
     assert rows(index, "FROM commits") == [(1, 4, 0, 14, start.replace(second=4))]
@@ -667,7 +667,7 @@ def test_whatever_does_not_only_read_is_refused(index: Index, tmp_path: Path) ->
         (
             "SELECT nothing FROM episodes",
             "episodes has no column nothing",
-            "episodes has episode_id, source, length, return, status, start_time, end_time, split, "
+            "episodes has episode_id, source, length, return, status, start_time, end_time, split, selections, "
             "trajectory_id, live_rows, info",
         ),
         (
