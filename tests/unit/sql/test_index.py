@@ -667,8 +667,8 @@ def test_whatever_does_not_only_read_is_refused(index: Index, tmp_path: Path) ->
         (
             "SELECT nothing FROM episodes",
             "episodes has no column nothing",
-            "episodes has episode_id, source, length, return, status, start_time, end_time, split, selections, "
-            "trajectory_id, live_rows, info",
+            "episodes has episode_id, source, length, return, status, start_time, end_time, split, "
+            "selections, trajectory_id, live_rows, info",
         ),
         (
             "SELECT e.lenght FROM episodes e, fragments",
