@@ -174,13 +174,17 @@ def test_changes_by_hand_reach_samplers_followers_and_no_recorded_draw(tmp_path:
         consumer = rb.consumer("learner", sampler=RandomSampler(where=IN_CLEAN), batch_size=64)
         before = [consumer.sample()["run"].copy() for _ in range(2)]
         recorded = rb.sql("FROM draws").fetchall()
+        rb.set_sampler(RandomSampler(where=IN_CLEAN))
+        assert 2 in rb.sample(64)["run"]
         with opened(path, mode="r") as follower:
             follower.set_sampler(RandomSampler(where=IN_CLEAN))
             follower.sample(8)
             rb.selections.exclude("clean-v1", [2], reason="wrong labels")
             assert follower.selections["clean-v1"].episodes().tolist() == [1, 3]
             follower.sampler.filter.refresh(follower.storage)
-            assert 2 not in follower.sample(64)["run"]
+            rb.sampler.filter.refresh(rb.storage)
+            for source in (follower, rb):
+                assert 2 not in source.sample(64)["run"]
             with pytest.raises(StateError):
                 follower.selections.include("clean-v1", 2, reason="no")
         assert rb.sql("FROM draws").fetchall() == recorded
@@ -188,6 +192,8 @@ def test_changes_by_hand_reach_samplers_followers_and_no_recorded_draw(tmp_path:
         rb.selections.include("clean-v1", [2], reason="right after all")
         assert [one["act"] for one in rb.selections["clean-v1"].changes()] == ["exclude", "include"]
         assert members(rb) == {1, 2, 3}
+        rb.sampler.filter.refresh(rb.storage)
+        assert 2 in rb.sample(64)["run"]
 
 
 def test_members_without_rows_are_missing_and_the_rest_is_drawn(tmp_path: Path) -> None:
