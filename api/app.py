@@ -30,6 +30,7 @@ from expstore.api.routes import (
     query,
     read,
     sample,
+    selections,
     snapshots,
     write,
 )
@@ -44,7 +45,8 @@ READING = [
     for route in part.router.routes
 ]
 _CHANGING = [
-    *write.router.routes, *groups.router.routes, *consumers.changing.routes, *snapshots.changing.routes
+    *write.router.routes, *groups.router.routes, *selections.router.routes, *consumers.changing.routes,
+    *snapshots.changing.routes,
 ]  # fmt: skip
 
 

@@ -103,7 +103,7 @@ class Served:
         self.summarizer = Summarizer(name, path, rb, lambda: self.member.rows_drawn)
         #: Numbers of rows whose priorities were set, or that were annotated, by the keys of the requests.
         self.updates: DoneKeys[int] = DoneKeys()
-        #: Answers to requests that have started or ended groups, by their keys.
+        #: Answers to requests that have changed groups or selections, by their keys.
         self.group_acts: DoneKeys[Any] = DoneKeys()
         #: Answers of the route for series.
         self.charts = RecentAnswers()

@@ -1,4 +1,4 @@
-"""Check `where=` conditions in requests: a small part of SQL, without functions.
+"""Check `where=` conditions in requests: a small part of SQL, with one function, `selection`.
 
 Used by the sampling routes. The library evaluates conditions in the server's own process, so they are
 checked against an allow-list: DuckDB parses the text, without executing it, and every node of the parsed tree
@@ -12,6 +12,7 @@ from typing import Any
 from expstore.api.errors import Refusal
 from expstore.samplers.base import Sampler
 from expstore.sql.expressions import ConditionLimits, parse_expression
+from expstore.sql.selections import NAME
 
 _LENGTH = 1000
 #: Maximum nesting of brackets, and of nodes of the tree.
@@ -43,7 +44,7 @@ _ANY = {
 }
 _HINT = (
     "compare fields, their elements (x[1]), episode facts and literals: = <> < <= > >= + - * / %, AND, OR, "
-    "NOT, IN (literals), BETWEEN, IS NULL"
+    "NOT, IN (literals), BETWEEN, IS NULL, selection('name')"
 )
 
 
@@ -90,6 +91,8 @@ def _children(node: dict[str, Any]) -> list[dict[str, Any]]:
         plain = not (node["schema"] or node["catalog"] or node["filter"] or node["distinct"])
         if plain and len(children) <= 2 and not node["order_bys"]["orders"]:
             return list(children)
+    if kind == "FUNCTION" and node["function_name"].lower() == NAME and all(map(_is_literal, children)):
+        return []
     if kind == "COMPARE_IN" and all(map(_is_literal, children[1:])):
         return [children[0]]
     if kind == "ARRAY_EXTRACT":

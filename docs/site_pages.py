@@ -70,6 +70,9 @@ SETTINGS = {
 #: Objects that only a buffer creates.
 PARTS = {
     "rb.episodes": "expstore.buffers.episodes.Episodes",
+    "rb.groups": "expstore.buffers.groups.Groups",
+    "rb.selections": "expstore.buffers.selections.Selections",
+    "rb.selections[...]": "expstore.buffers.selections.Selection",
     "rb.columns": "expstore.buffers.columns.Columns",
     "rb.consumers": "expstore.buffers.consumer.Consumers",
     "rb.snapshots": "expstore.buffers.snapshots.Snapshots",

@@ -25,6 +25,7 @@ COLUMNS = {
     "start_time": "epoch_us(start_time)",
     "end_time": "epoch_us(end_time)",
     "split": "split",
+    "selections": "array_to_string(selections, ', ')",
     "trajectory_id": "trajectory_id",
     "live_rows": "live_rows",
 }

@@ -17,7 +17,11 @@ export const FILTER = ["where", "source", "status", "facts", "order"];
  * @property {string} order A column; "-column": descending.
  */
 
-/** @typedef {Record<string, any>} Episode A row of the relation `episodes`; `info` is an object. */
+/**
+ * A row of the relation `episodes`; `info` is an object without the fact about selections, which is `marks`.
+ *
+ * @typedef {Record<string, any>} Episode
+ */
 
 /** @param {URLSearchParams} query @returns {Filter} */
 export function readFilter(query) {
@@ -96,8 +100,8 @@ export function episodesOf({ columns, rows }) {
   return rows.map((values) => {
     const episode = Object.fromEntries(columns.map((name, number) => [name, values[number]]));
     const { info } = episode;
-    episode.info = typeof info === "string" ? parseJson(info) : (info ?? {});
-    return episode;
+    const { _selections: marks, ...facts } = typeof info === "string" ? parseJson(info) : (info ?? {});
+    return { ...episode, info: facts, marks: marks ?? {} };
   });
 }
 
@@ -180,7 +184,8 @@ export async function changeFacts(store, id, changes, signal) {
     body: { info: changes },
     signal,
   });
-  return (await readJson(response)).info ?? {};
+  const { _selections: _, ...facts } = (await readJson(response)).info ?? {};
+  return facts;
 }
 
 /**

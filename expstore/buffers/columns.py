@@ -401,6 +401,7 @@ class _ByFormula(_Values):
         storage, formula = self._storage, self._formula
         schema, needs = storage.require_schema(), self._needs
         if needs is None or needs.schema is not schema:
+            self._catalog.check_selections(formula.selections)
             needs = self._needs = formula.bind(schema)
         row_places = {"_episode": 1, "_step": 2, "_time": 3}
         places = [*needs.fields, *(len(schema.fields) + row_places[name] for name in needs.rows)]

@@ -158,7 +158,10 @@ class Episodes:
             >>> rb.episodes.annotate_each({3: {"success": True}, 4: {"success": False}})
             {3: {'success': True}, 4: {'success': False}}
         """
-        changes = {check_episode(number): pack_info(info) for number, info in facts.items()}
+        return self.annotate_texts({check_episode(number): pack_info(info) for number, info in facts.items()})
+
+    def annotate_texts(self, changes: Mapping[int, str]) -> dict[int, dict[str, Any]]:
+        """Attach facts that are JSON objects as text already; see `annotate_each`."""
         proxy = self._store.proxy
         texts = annotate_episodes(self._store, changes) if proxy is None else proxy.annotate(changes)
         return {number: json.loads(text) if text else {} for number, text in texts.items()}

@@ -45,6 +45,7 @@ from expstore.buffers.row_index import RowIndex
 from expstore.buffers.row_styles import PlainRows, RowStyle
 from expstore.buffers.sample_units import SampleUnit, check_unit
 from expstore.buffers.sampling import Sampling
+from expstore.buffers.selections import Selections
 from expstore.buffers.sharing import Sharing
 from expstore.buffers.snapshots import Snapshots
 from expstore.buffers.store_handle import Life, StoreHandle, StorePart
@@ -977,6 +978,17 @@ class ReplayBuffer:
             >>> rb.groups("status = 'complete'", order_by="std_return DESC")
         """
         return Groups(self._store)
+
+    @property
+    def selections(self) -> Selections:
+        """Query selections of episodes by calling it; its methods create, change, compare and drop them.
+
+        Example:
+            >>> clean = rb.selections.create("clean-v1", where="length > 3")
+            >>> rb.sql("SELECT count(*) FROM episodes WHERE selection('clean-v1')").fetchall()
+            [(1,)]
+        """
+        return Selections(self._store.storage, self._store.catalog, self._store.proxy)
 
     @property
     def columns(self) -> Columns:

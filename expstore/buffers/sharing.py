@@ -18,6 +18,7 @@ from expstore.buffers.groups import Ending, Groups
 from expstore.buffers.ingest import Ingest
 from expstore.buffers.owned_rows import describe_rows
 from expstore.buffers.sampling import Sampling
+from expstore.buffers.selections import Selections
 from expstore.buffers.snapshots import Snapshots, pack_version
 from expstore.buffers.store_handle import Life, StoreHandle, StorePart
 from expstore.buffers.updates import RowUpdates
@@ -26,6 +27,7 @@ from expstore.buffers.writing_proxy import WritingProxy
 from expstore.buffers.writing_server import WritingServer
 from expstore.core.values import Array, IntArray
 from expstore.data.batch import Batch
+from expstore.episodes.selections import SelectionChange
 from expstore.episodes.sessions import SessionKey
 from expstore.errors import StateError
 from expstore.schema.schema import Schema
@@ -211,6 +213,10 @@ class _Owner:
     def end_group(self, ending: Sequence[Any]) -> None:
         """Close or discard a group: the values of an `Ending`."""
         Groups(self._store).end(Ending(*ending))
+
+    def change_selection(self, change: Sequence[Any]) -> None:
+        """Create, change or drop a selection: the values of a `SelectionChange`."""
+        Selections(self._store.storage, self._store.catalog).change(SelectionChange(*change))
 
     def flush(self) -> None:
         """Sync the store to the disk."""

@@ -45,6 +45,7 @@ from expstore.wire.slots import (
 
 if TYPE_CHECKING:
     from expstore.buffers.groups import Ending
+    from expstore.episodes.selections import SelectionChange
 
 #: Bytes of the first slot. Its pages take memory once they are written to.
 _SLOT_BYTES = 4 << 20
@@ -191,6 +192,10 @@ class WritingProxy:
     def end_group(self, ending: Ending) -> None:
         """Close or discard a group."""
         self._ask({"do": "end_group", "ending": ending})
+
+    def change_selection(self, change: SelectionChange) -> None:
+        """Create, change or drop a selection."""
+        self._ask({"do": "change_selection", "change": change})
 
     def flush(self) -> None:
         """Have the owner sync the store to the disk."""

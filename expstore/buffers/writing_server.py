@@ -85,6 +85,9 @@ class Owner(Protocol):
     def end_group(self, ending: Sequence[Any]) -> None:
         """Close or discard a group: the values of an `Ending`."""
 
+    def change_selection(self, change: Sequence[Any]) -> None:
+        """Create, change or drop a selection: the values of a `SelectionChange`."""
+
     def flush(self) -> None:
         """Sync the store to the disk."""
 
@@ -403,6 +406,8 @@ def _act(worker: _Worker, slot: Slot, call: Call, parsed: _Parsed, owner: Owner)
         return owner.start_group(worker.session, told["version"], told["consumer"])
     elif do == "end_group":
         owner.end_group(told["ending"])
+    elif do == "change_selection":
+        owner.change_selection(told["change"])
     elif do == "flush":
         owner.flush()
     else:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from expstore import __version__
-from expstore.cli import checks, consumers, export, reshape, retain, serve, snapshots
+from expstore.cli import checks, consumers, export, reshape, retain, selections, serve, snapshots
 from expstore.cli.cluster import cluster
 from expstore.cli.columns import add_column, drop_column
 from expstore.cli.completion import complete_store
@@ -604,6 +604,7 @@ add_command(
         "expstore retain run.exp --bytes 2GB --age 7d",
     ),
 )
+app.add_typer(selections.selections, rich_help_panel=CHANGE)
 add_command(
     app,
     reshape.resize,

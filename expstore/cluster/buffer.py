@@ -502,6 +502,15 @@ class ShardedReplayBuffer(ServedBuffer[tuple[int, int]]):
         raise _build_local_error("groups", "use sql(): FROM groups; or connect() to each store")
 
     @property
+    def selections(self) -> NoReturn:
+        """Not available: the episodes of each store have ids of their own.
+
+        Raises:
+            RemoteError: Always (kind "local_only").
+        """
+        raise _build_local_error("selections", "use sql(): FROM selections; or connect() to each store")
+
+    @property
     def snapshots(self) -> NoReturn:
         """Not available: other versions than those of `dumps` are of one store each.
 

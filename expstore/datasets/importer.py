@@ -27,6 +27,7 @@ from expstore.datasets.episode import Episode, Part, Reader, Rows
 from expstore.datasets.source_paths import UNREADABLE, check_file
 from expstore.disk.files import Disk, ReadingDisk
 from expstore.disk.local_path import local_path
+from expstore.episodes.facts import pack_stored_info
 from expstore.errors import ExpStoreError, SchemaError, StateError, StorageError
 from expstore.exchange.base import Imported, Progress, no_progress, open_to_read
 from expstore.exchange.fill import STATUSES, summarize_import
@@ -375,7 +376,8 @@ def _annotate(rb: TensorDictReplayBuffer, source: str, facts: Sequence[Mapping[s
     found = rb.sql(
         "SELECT episode_id FROM episodes WHERE source = ? ORDER BY episode_id", [source]
     ).fetchall()
-    rb.episodes.annotate_each({episode: said for (episode,), said in zip(found, facts, strict=True) if said})
+    said = zip(found, facts, strict=True)
+    rb.episodes.annotate_texts({episode: pack_stored_info(info) for (episode,), info in said if info})
 
 
 class _Batch:

@@ -16,6 +16,28 @@ from expstore.errors import ArgumentError, SchemaError
 GROUP = "_group"
 #: The fact that names the split of an episode. Without it the split is `TRAIN`.
 SPLIT, TRAIN = "_split", "train"
+#: The fact that says which selections an episode belongs to; see `expstore.episodes.selections`.
+SELECTIONS = "_selections"
+#: The facts that only the store sets.
+OWN_FACTS = (GROUP, SPLIT, SELECTIONS)
+
+
+def check_name(what: str, name: str, example: str) -> str:
+    """Return a name.
+
+    Args:
+        what: What has the name, for the message.
+        name: The name.
+        example: A name, for the message.
+
+    Raises:
+        ArgumentError: It is not a name.
+    """
+    if isinstance(name, str) and name == name.strip() != "" and name.isprintable() and "/" not in name:
+        return name
+    raise ArgumentError(
+        f"{what} {name!r:.100} is not a name", hint=f'use printable text without "/", such as "{example}"'
+    )
 
 
 def check_split(split: str) -> str:
@@ -24,11 +46,7 @@ def check_split(split: str) -> str:
     Raises:
         ArgumentError: It is not the name of a split.
     """
-    if isinstance(split, str) and split == split.strip() != "" and split.isprintable() and "/" not in split:
-        return split
-    raise ArgumentError(
-        f"split {split!r:.100} is not a name", hint='use printable text without "/", such as "eval"'
-    )
+    return check_name("split", split, "eval")
 
 
 def source_of_split(source: str | None, split: str | None) -> str | None:
@@ -66,7 +84,7 @@ def pack_info(info: Mapping[str, Any] | None, split: str | None = None) -> str:
     for key, value in info.items():
         if not isinstance(key, str):
             raise _build_error(key, f"a key must be text, not {type(key).__name__}")
-        if key in (GROUP, SPLIT):
+        if key in OWN_FACTS:
             raise SchemaError(f"info {key!r} is the store's own", hint="use another name")
         _check(key, value)
     text = json.dumps(dict(info), ensure_ascii=False)
@@ -77,6 +95,29 @@ def pack_info(info: Mapping[str, Any] | None, split: str | None = None) -> str:
             f"the info cannot be stored: it has characters that UTF-8 cannot represent ({exc})"
         ) from exc
     return text
+
+
+def pack_stored_info(info: Any) -> str:
+    """Return facts that an export has written as JSON text, also those that only the store sets.
+
+    Raises:
+        SchemaError: They are not the facts of an episode.
+        ArgumentError: Its split is not a name.
+    """
+    if not isinstance(info, Mapping):
+        return pack_info(info)
+    own = {name: info[name] for name in OWN_FACTS if info.get(name) is not None}
+    text = pack_info({name: value for name, value in info.items() if name not in OWN_FACTS})
+    if SPLIT in own:
+        check_split(own[SPLIT])
+    for name in {GROUP, SELECTIONS}.intersection(own):
+        parts = [
+            own[name],
+            *(own[name].values() if name == SELECTIONS and isinstance(own[name], dict) else ()),
+        ]
+        if not all(isinstance(part, dict) for part in parts):
+            raise _build_error(name, "it is not what an export writes")
+    return merge_info(text, json.dumps(own, ensure_ascii=False)) if own else text
 
 
 def merge_info(text: str, changes: str) -> str:

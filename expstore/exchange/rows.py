@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from expstore.core import tuning
 from expstore.core.values import IntArray, Window, key_name
@@ -24,6 +25,7 @@ from expstore.disk.atomic_build import build_atomically
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
 from expstore.episodes.fragments import all_ids
+from expstore.episodes.selections import add_definitions
 from expstore.errors import ArgumentError, NotFoundError, SchemaError, StateError
 from expstore.exchange.base import FORMAT, Exported, Progress, names_of, sync_tree
 from expstore.exchange.formats import describe_losses
@@ -330,7 +332,13 @@ class Rows:
         Columns: `episode_id, source, named, trajectory_id, start_time, end_time, length, return, status,
         info`.
         """
-        return _catalog(self.storage).query(_FACTS, [self.episode_ids]).arrow()
+        catalog = _catalog(self.storage)
+        table = catalog.query(_FACTS, [self.episode_ids]).arrow()
+        place = table.schema.get_field_index("info")
+        infos = add_definitions(table["info"].to_pylist(), catalog.read_definitions)
+        return table.set_column(
+            place, table.schema.field(place), pa.array(infos, table.schema.field(place).type)
+        )
 
 
 def _choose_fields(schema: Schema, names: Sequence[str] | None) -> dict[int, Field]:

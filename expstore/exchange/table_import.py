@@ -25,7 +25,7 @@ from expstore.core.values import Array, IntArray, key_name
 from expstore.disk.files import Disk, ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.disk.source_links import check_links
-from expstore.episodes.facts import SPLIT, pack_info
+from expstore.episodes.facts import pack_stored_info
 from expstore.episodes.segmentation import OPEN
 from expstore.episodes.table import STATUS
 from expstore.errors import ArgumentError, NotFoundError, SchemaError, StorageError
@@ -354,7 +354,6 @@ class _EpisodeFacts:
         status = self._status[at].as_py()
         text = self._info[at].as_py()
         info = json.loads(text) if text else {}
-        split = info.pop(SPLIT, None) if isinstance(info, dict) else None
         if status not in STATUS:
             raise SchemaError(
                 f"episode {episode} has status {status!r}", hint="there are " + ", ".join(STATUS)
@@ -365,7 +364,7 @@ class _EpisodeFacts:
             source=self._source[at].as_py(),
             named=self._named[at].as_py(),
             trajectory=self._trajectory[at].as_py(),
-            info=pack_info(info, split),
+            info=pack_stored_info(info),
         )
 
 

@@ -23,6 +23,7 @@ from expstore.disk.atomic_build import build_atomically
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
 from expstore.episodes.log import LogEntry
+from expstore.episodes.selections import definitions_of
 from expstore.episodes.sessions import End
 from expstore.errors import ArgumentError, LockedError, SchemaError, StateError
 from expstore.schema.row_fields import ROW_FIELDS
@@ -94,6 +95,7 @@ def merge(
     The rows of each store follow those of the store before. Rows keep their step, time and priority; ids and
     episode ids are new. The name of a source gets the name of its store as a prefix, as in `run-1/arm`, so
     that trajectory ids of different stores never collide. Episodes keep their facts; open episodes are cut.
+    Selections with the same name and condition are united.
     `meta` of the new store lists the stores with their `meta`; settings that draws depend on are new. If a
     store keeps the best rows, these rows are copied; the new store keeps the newest. It has no consumers.
 
@@ -117,7 +119,8 @@ def merge(
         ArgumentError: `paths` is empty or names a store twice, or the capacity is below 1.
         NotFoundError: A store is missing, or the parent folder of `out` is.
         StateError: `out` exists, or would be inside a store; or a store has no fields yet.
-        SchemaError: The stores do not fit together; the message names the first difference.
+        SchemaError: The stores do not fit together; the message names the first difference. Or they have
+            selections of one name with different conditions.
         LockedError: A process writes to one of the stores, or creates the same new store now.
         CorruptionError: A store is damaged; rows of closed stores are compared with their checksums.
         StorageError: The disk failed or is full; the new store was removed.
@@ -141,6 +144,7 @@ def merge(
             stack.callback(storage.close)
             runs.append(_Run.of(storage, name, runs))
         _check_alike(runs)
+        _check_selections(runs)
         with build_atomically(disk, target, single=True, doing="makes") as folder:
             first = runs[0].storage.manifest
             kinds = {run.storage.manifest.storage for run in runs}
@@ -217,6 +221,21 @@ def _check_alike(runs: Sequence[_Run]) -> None:
         specs = run.storage.description.specs, first.storage.description.specs
         if bool(specs[0]) != bool(specs[1]) or (specs[0] and not same_specs(*specs)):
             raise _unlike(run, first, "specs", specs[0] or "none", specs[1] or "none")
+
+
+def _check_selections(runs: Sequence[_Run]) -> None:
+    """Raise SchemaError if two stores have selections of one name and different conditions."""
+    known: dict[str, tuple[_Run, Any]] = {}
+    for run in runs:
+        latest = {entry.episode: entry.text for entry in run.entries if entry.episode}
+        for name, definition in definitions_of(latest.values()).items():
+            first, condition = known.setdefault(name, (run, definition["condition"]))
+            if condition != definition["condition"]:
+                raise SchemaError(
+                    f"selection {name!r} has another condition in {run.storage.path} than in "
+                    f"{first.storage.path}: {definition['condition']!r}, not {condition!r}",
+                    hint="drop one of them, or create it anew under another name",
+                )
 
 
 def _form_of(schema: Schema) -> dict[str, Any]:

@@ -23,12 +23,14 @@ from expstore.buffers.consumer import Keep, Place
 from expstore.buffers.domain_checks import asks_for_domain
 from expstore.buffers.groups import Ending, Groups
 from expstore.buffers.member import Member, Part
+from expstore.buffers.selections import Selections
 from expstore.core.arguments import check_params
 from expstore.core.values import IntArray
 from expstore.data.batch import Layout, tensordict_of
 from expstore.data.mappings import take_mapping
 from expstore.data.to_arrays import to_array, to_arrays
 from expstore.episodes.facts import pack_info
+from expstore.episodes.selections import SelectionChange
 from expstore.errors import ArgumentError, NotFoundError, QueryError, SchemaError, StateError
 from expstore.remote.connect_options import ConnectOptions
 from expstore.remote.consumer import RemoteConsumer, RemoteConsumers
@@ -437,6 +439,11 @@ class RemoteReplayBuffer(ServedBuffer[int]):
         return RemoteGroups(self.sql, self._json)
 
     @property
+    def selections(self) -> RemoteSelections:
+        """Call it to query selections; its methods create, change, compare and drop them."""
+        return RemoteSelections(self.sql, self._json)
+
+    @property
     def snapshots(self) -> RemoteSnapshots:
         """Create, tag, list and restore versions, which are in the store's own folder."""
         return RemoteSnapshots(self._json)
@@ -652,6 +659,30 @@ class RemoteGroups(Groups):
             raise NotFoundError(f"there is no group {number}")
         body = {"status": ending.status, "reason": ending.reason, "started": ending.started}
         self._request("POST", f"groups/{number}/end", body, write=True)
+
+
+class RemoteSelections(Selections):
+    """Query selections of a served store, and create, change and drop them.
+
+    Args:
+        sql: Runs a query.
+        request: Sends a request of a method to a route, with a body of JSON, and returns the answer's JSON.
+    """
+
+    def __init__(self, sql: Callable[..., Result], request: Callable[..., Any]) -> None:
+        self._sql, self._request = sql, request
+
+    def _query(self, sql: str, params: Sequence[object] | Mapping[str, object] | None = None) -> Result:
+        return self._sql(sql, params)
+
+    def _change(self, change: SelectionChange) -> None:
+        body: dict[str, Any] = {"name": change.name, "reason": change.reason, "by": change.by}
+        if change.condition is None:
+            body["episodes"] = list(change.episodes)
+        else:
+            body["where"] = change.condition
+        route = "selections" if change.act == "create" else f"selections/{change.act}"
+        self._request("POST", route, body, write=True)
 
 
 def _check_rows(data: Any) -> None:

@@ -412,6 +412,8 @@ class Filter:
         ids = None if before is None else self._find_changed(storage, before, now, facts)
         whole = ids is None
         if ids is None:
+            if conditions is not None and conditions.selections:
+                self._catalog_of(storage).check_selections(conditions.selections)
             self._known.clear()
             facts.fill()
             ids = now.window.ids()

@@ -26,12 +26,14 @@ from expstore.core.values import Array, IntArray, key_name
 from expstore.episodes.facts import split_of
 from expstore.episodes.log import LogEntry
 from expstore.episodes.segmentation import OPEN
+from expstore.episodes.selections import selections_of
 from expstore.episodes.table import STATUS
 from expstore.errors import ArgumentError, ExpStoreError, QueryError
 from expstore.schema.row_selection import no_rows
 from expstore.schema.schema import Schema
 from expstore.sql.arrow_values import find_present, nullable_text, to_nullable
 from expstore.sql.index import CONFIG
+from expstore.sql.selections import expand_calls
 from expstore.sql.views import ROW_COLUMNS, Column, Relations, call_tops, quote
 from expstore.storages.read_view import ReadView
 
@@ -46,6 +48,7 @@ FACTS = (
     "return",
     "status",
     "split",
+    "selections",
     "info",
 )
 #: Columns that change while the row itself does not, without notification. Conditions may not use them.
@@ -186,9 +189,13 @@ class Conditions:
         self._pid = 0
         self._parents: list[Any] = []
         self._paths: set[Path] = set()
+        #: Names of the selections that the expressions use.
+        self.selections: set[str] = set()
+        self._sql: dict[str, str] = {}  # the expressions as DuckDB evaluates them
         with self._cursor() as cursor:
             for option, text in self._texts():
-                self._paths |= _read(cursor, option, text)
+                self._sql[option] = expand_calls(text, "episode.selections", check=self.selections.update)
+                self._paths |= _read(cursor, option, self._sql[option])
         facts = {path[1] for path in self._paths if path[0] == "episode"}
         #: The required columns of `episodes`; empty if no expression uses the episode.
         self.facts = ("episode_id", *sorted(facts - {"episode_id"})) if facts else ()
@@ -232,7 +239,7 @@ class Conditions:
         facts = pa.table({name: pa.array([], _FACT_KINDS[name]) for name in self.facts})
         with self._attach_rows(needs, np.empty(0, np.int64), columns, facts, None) as (cursor, source):
             for option, text in self._texts():
-                found = cursor.sql(f"SELECT ({text}\n) FROM {source}")
+                found = cursor.sql(f"SELECT ({self._sql[option]}\n) FROM {source}")
                 kind = str(found.types[0])
                 if option not in ("where", "weight"):
                     continue
@@ -275,8 +282,9 @@ class Conditions:
         Raises:
             QueryError: DuckDB cannot compute the weights.
         """
-        where = "TRUE" if self.where is None else f"({self.where}\n)"
-        weight = "1" if self.weight is None else f"({self.weight}\n)"
+        where, weight = (
+            f"({self._sql.get(name, one)}\n)" for name, one in (("where", "TRUE"), ("weight", "1"))
+        )
         mass = f"CASE WHEN {where} THEN coalesce(CAST({weight} AS DOUBLE), 0) ELSE 0 END"
         with self._attach_rows(needs, ids, columns, facts, capacity) as (cursor, source):
             table = cursor.sql(f"SELECT _id, {mass} FROM {source}").to_arrow_table()
@@ -448,7 +456,7 @@ class Formula(Conditions):
             QueryError: DuckDB cannot compute the values, or a value is not a number or is missing.
         """
         with self._attach_rows(needs, ids, columns, facts, capacity) as (cursor, source):
-            table = cursor.sql(f"SELECT _id, ({self.weight}\n) FROM {source}").to_arrow_table()
+            table = cursor.sql(f"SELECT _id, ({self._sql['sql']}\n) FROM {source}").to_arrow_table()
         found = table.column(0).to_numpy()
         values = _numbers(table.column(1), found, str(self.weight))
         return values if np.array_equal(found, ids) else values[np.argsort(found, kind="stable")]
@@ -497,6 +505,7 @@ _FACT_KINDS = {
     "return": pa.float64(),
     "status": pa.string(),
     "split": pa.string(),
+    "selections": pa.list_(pa.string()),
     "info": pa.string(),
 }
 
@@ -518,6 +527,7 @@ def table_of_facts(names: Sequence[str], entries: Sequence[LogEntry], more: Any)
         "return": lambda entry: entry.ret,
         "status": lambda entry: STATUS[entry.status],
         "split": lambda entry: split_of(entry.text),
+        "selections": lambda entry: selections_of(entry.text),
         "info": lambda entry: entry.text or None,
     }
     table = pa.table({name: pa.array(map(read[name], entries), _FACT_KINDS[name]) for name in names})

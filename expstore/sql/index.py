@@ -68,6 +68,7 @@ _RELATIONS = (
     "meta",
     "priorities",
     "recent",
+    "selections",
     "sources",
     "transitions",
 )

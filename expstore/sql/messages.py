@@ -15,6 +15,7 @@ import duckdb
 
 from expstore.core.nearest import list_nearest_first, nearest
 from expstore.errors import QueryError
+from expstore.sql.selections import explain_call
 from expstore.sql.views import quote
 
 _MISSING_COLUMN = (
@@ -46,6 +47,8 @@ def explain_refusal(
         relations: Names of all relations.
     """
     text = str(exc).strip()
+    if error := explain_call(text, sql):
+        return error
     if found := _MISSING_RELATION.search(text):
         near = nearest(found["name"], relations)
         hint = f"did you mean {near}?" if near else f"the relations are {', '.join(relations)}"

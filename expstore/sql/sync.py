@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
@@ -24,6 +24,7 @@ from expstore.core.values import Array, IntArray, Window
 from expstore.episodes.fragments import Fragments, count_live
 from expstore.episodes.log import LogColumns, LogEntry
 from expstore.episodes.segmentation import OPEN
+from expstore.episodes.selections import DEFINITION
 from expstore.episodes.table import Changes
 from expstore.errors import ArgumentError, CorruptionError, ExpStoreError, StateError
 from expstore.sql.row_source import read_annotations, relations_of
@@ -43,6 +44,10 @@ if TYPE_CHECKING:
 _Arguments = ParamSpec("_Arguments")
 _Answer = TypeVar("_Answer")
 _log = logging.getLogger("expstore")
+_DEFINITIONS = """
+SELECT name, condition, store, version, epoch_us(created), coalesce("by", ''), coalesce(reason, '')
+FROM selections
+"""
 #: After this many changed episodes the index is updated in the background, to bound memory.
 MANY_CHANGES = 20_000
 
@@ -118,6 +123,9 @@ class Catalog:
         """
         if not isinstance(sql, str):
             raise ArgumentError(f"the query must be a string of SQL, got {sql!r}")
+        from expstore.sql.selections import expand_calls
+
+        sql = expand_calls(sql, "selections", check=self.check_selections)
         storage, until, attempt = self._storage, time.monotonic() + tuning.QUERY_RETRY_SECONDS, 0
 
         def answer() -> Result:
@@ -282,6 +290,23 @@ class Catalog:
             if rest:
                 found = self._update_index().query(select, [rest], Relations()).arrow()
             return table_of_facts(names, entries, found)
+
+    def check_selections(self, names: Collection[str]) -> None:
+        """Raise QueryError if the store has no selection of one of these names.
+
+        Args:
+            names: The names of which a condition uses the selections.
+        """
+        from expstore.sql.selections import check_names
+
+        if names:
+            found = self.query("SELECT name FROM selections ORDER BY name", None).fetchall()
+            check_names(names, [name for (name,) in found])
+
+    def read_definitions(self) -> dict[str, Any]:
+        """Return the definitions of the selections, by name, as facts of episodes have them."""
+        found = self.query(_DEFINITIONS, None).fetchall()
+        return {name: dict(zip(DEFINITION, values, strict=True)) for name, *values in found}
 
     def busy(self) -> bool:
         """Return whether many changes are waiting to be committed to the index."""

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.index
 RUN = "/v1/stores/run/episodes"
 COLUMNS = {
     "episode_id", "source", "length", "return", "status", "start_time", "end_time", "split",
+    "selections",
     "trajectory_id", "live_rows", "info",
 }  # fmt: skip
 ORDERS = ("episode_id", "length", "return", "source", "status", "start_time", "info.score", "trajectory_id")

@@ -65,8 +65,8 @@ def test_json_has_the_facts(cli: Cli, store: Path) -> None:
     assert found.pop("start_time") <= found.pop("end_time")
     assert found == {
         "episode_id": 3, "source": "red <b>", "length": 3, "return": 3.0, "status": "terminated",
-        "split": "train", "trajectory_id": None, "live_rows": 3, "info": {"good": True}, "path": str(store),
-        "png": None,
+        "split": "train", "selections": [], "trajectory_id": None, "live_rows": 3, "info": {"good": True},
+        "path": str(store), "png": None,
     }  # fmt: skip
 
 

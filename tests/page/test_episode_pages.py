@@ -407,3 +407,25 @@ def test_a_missing_episode_leads_back_to_the_list(visit: Open) -> None:
     page = visit().open("/stores/run/episodes/12345")
     page.click("text=All episodes")
     page.wait_for_selector("h1 >> text=Episodes")
+
+
+def test_a_filter_becomes_a_selection_from_which_an_episode_is_excluded(visit: Open) -> None:
+    tab = visit()
+    page = tab.open("/stores/run/episodes?where=episode_id+%3C+4")
+    page.click("summary:has-text('Save as selection')")
+    page.fill("label:has-text('Name') input", "it's clean")
+    page.fill("label:has-text('Who') input", "ada")
+    page.click("details button:has-text('Save')")
+    page.wait_for_selector("text=selection('it''s clean')")
+    page = tab.open("/stores/run/episodes/2")
+    page.fill("label:has-text('Reason') input", "hangs")
+    with page.expect_response(lambda response: response.url.endswith("/selections/exclude")) as answer:
+        page.click("button:has-text('Exclude')")
+    assert answer.value.ok
+    expect(page.locator("section:has-text('Selections') s")).to_have_text("it's clean")
+    answer = tab.open("/stores/run/episodes/2").request.post(
+        page.url.split("/ui/")[0] + "/v1/stores/run/sql",
+        data={"query": 'SELECT "by", episodes, excluded FROM selections'},
+    )
+    assert answer.json()["rows"] == [["ada", 2, 1]]
+    assert tab.errors == []

@@ -8,6 +8,7 @@ import { FILTER, getEpisode, hasFilter, neighbourOf, readFilter, writeFilter } f
 import { integer, number, time } from "../format.js";
 import { watch } from "../live.js";
 import { createPlayer } from "../player.js";
+import { drawSelections } from "../selections.js";
 import { facts as factList } from "../table.js";
 import { drawCharts } from "./episode/charts.js";
 import { drawFacts } from "./episode/facts.js";
@@ -50,10 +51,10 @@ export async function render(root, context) {
   replace(root, header, about);
   drawAbout();
   drawHeader(header, context, episode, filter, list);
-  const facts = drawFacts(context, episode);
+  const facts = [drawFacts(context, episode), drawSelections(context, episode)];
   if (episode.live_rows === 0) {
     const hint = "Its facts stay. To keep the rows of such episodes, give the store a larger capacity.";
-    root.append(emptyState("The rows of this episode have left the store.", hint), facts);
+    root.append(emptyState("The rows of this episode have left the store.", hint), ...facts);
     return;
   }
   const steps = drawSteps(context, episode, summary.fields);

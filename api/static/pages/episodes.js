@@ -16,6 +16,7 @@ import {
 import { integer, number, time } from "../format.js";
 import { watch } from "../live.js";
 import { drawFrame, loadFrames } from "../player.js";
+import { drawSaving } from "../selections.js";
 import { table } from "../table.js";
 
 /** Episodes of a page. */
@@ -151,6 +152,7 @@ export async function render(root, context) {
         chips,
       ),
     ),
+    server.sql && server.access === "write" ? drawSaving(context, () => filter) : null,
     edits,
     body,
     h("nav.row.pager", { "aria-label": "Pages of episodes" }, previous, next),

@@ -13,6 +13,7 @@ import {
   readFilter,
   writeFilter,
 } from "../../../api/static/episode_data.js";
+import { wholeCondition } from "../../../api/static/selections.js";
 
 const NONE = { where: "", source: "", status: "", facts: {}, order: "" };
 const original = globalThis.fetch;
@@ -70,12 +71,18 @@ test("rows become objects", () => {
   const [one, two] = episodesOf({
     columns: ["episode_id", "info"],
     rows: [
-      [1, '{"a": 1}'],
+      [1, '{"a": 1, "_selections": {"members": {"clean": []}}}'],
       [2, null],
     ],
   });
-  assert.deepEqual(one, { episode_id: 1, info: { a: 1 } });
+  assert.deepEqual(one, { episode_id: 1, info: { a: 1 }, marks: { members: { clean: [] } } });
   assert.deepEqual(two.info, {});
+});
+
+test("a selection gets the condition of a whole filter", () => {
+  assert.equal(wholeCondition(NONE), "true");
+  const found = wholeCondition({ ...NONE, source: "it's", where: "a = 1 OR b = 2 -- c" });
+  assert.equal(found, "source = 'it''s' AND (a = 1 OR b = 2 -- c\n)");
 });
 
 test("facts are JSON where the text is JSON", () => {

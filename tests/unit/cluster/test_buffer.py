@@ -248,6 +248,7 @@ def test_arguments_are_checked(urls: list[str]) -> None:
         for act in (
             lambda: rb.snapshots,
             lambda: rb.groups,
+            lambda: rb.selections,
             lambda: rb.consumers,
             lambda: rb.consumer("learner"),
         ):

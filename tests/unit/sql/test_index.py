@@ -232,14 +232,14 @@ def test_episodes_say_what_they_were_given(index: Index) -> None:
     found = index.query("SELECT * FROM episodes ORDER BY episode_id", None, NOTHING)
     assert found.columns == [
         *("episode_id", "source", "length", "return", "status"),
-        *("start_time", "end_time", "split", "trajectory_id", "live_rows", "info"),
+        *("start_time", "end_time", "split", "selections", "trajectory_id", "live_rows", "info"),
     ]
     start = datetime(1970, 1, 1)
     first = start.replace(second=1), start.replace(second=1, microsecond=10)
     second = start.replace(second=2), None
     assert found.fetchall() == [
-        (1, "arm", 10, 2.5, "terminated", *first, "train", 7, 10, '{"seed": 3}'),
-        (2, "1.0", 4, 0.0, "open", *second, "train", None, 4, None),
+        (1, "arm", 10, 2.5, "terminated", *first, "train", [], 7, 10, '{"seed": 3}'),
+        (2, "1.0", 4, 0.0, "open", *second, "train", [], None, 4, None),
     ]
     assert rows(index, "SELECT info.seed::INT + 1 FROM episodes WHERE source = 'arm'") == [(4,)]
     assert rows(index, "FROM commits") == [(1, 4, 0, 14, start.replace(second=4))]
@@ -668,7 +668,7 @@ def test_whatever_does_not_only_read_is_refused(index: Index, tmp_path: Path) ->
             "SELECT nothing FROM episodes",
             "episodes has no column nothing",
             "episodes has episode_id, source, length, return, status, start_time, end_time, split, "
-            "trajectory_id, live_rows, info",
+            "selections, trajectory_id, live_rows, info",
         ),
         (
             "SELECT e.lenght FROM episodes e, fragments",
@@ -1166,8 +1166,8 @@ def test_a_file_of_a_newer_duckdb_is_not_touched(made: Path) -> None:
 
 def test_a_file_of_a_newer_expstore_is_not_touched(made: Path) -> None:
     with duckdb.connect(str(made)) as con:
-        con.execute("INSERT INTO schema_migrations VALUES (4, 'later', 'c', make_timestamp(0))")
-    with pytest.raises(MigrationError, match=r"0004_later.*0003_splits"):
+        con.execute("INSERT INTO schema_migrations VALUES (5, 'later', 'c', make_timestamp(0))")
+    with pytest.raises(MigrationError, match=r"0005_later.*0004_selections"):
         Index.open(made, disk=Disk(), store_uuid=UUID)
     assert [file.name for file in made.parent.iterdir()] == [made.name]
 
