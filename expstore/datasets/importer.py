@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,14 +29,14 @@ from expstore.datasets.source_paths import UNREADABLE, check_file
 from expstore.disk.files import Disk, ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.errors import ExpStoreError, SchemaError, StateError, StorageError
-from expstore.exchange.base import Imported, Progress, no_progress, open_to_read
+from expstore.exchange.base import Imported, Progress, describe_source, hash_file, no_progress
 from expstore.exchange.fill import STATUSES, summarize_import
+from expstore.storages.format.lineage import IMPORT
 from expstore.storages.format.manifest import MANIFEST, Manifest, check_target
 
 #: Approximate size in bytes of a batch that is written.
 _BATCH_BYTES = 16 << 20
 _BATCH_ROWS = 16_384
-_READ_BYTES = 1 << 20
 #: Number of pieces of episodes that are read ahead.
 _READ_AHEAD = 4
 
@@ -104,6 +105,11 @@ def import_dataset(
     made_of = {"import": made_of, **facts}
     rb = _open_building(building, made_of, {**reader.settings(), "layout": layout})
     try:
+        folder = os.path.commonpath([Path(file).absolute().parent for part in parts for file in part.files])
+        found = describe_source(
+            folder, {part.name: digest for part, digest in zip(parts, hashes, strict=True)}
+        )
+        rb.storage.writer().record_lineage({**found, "format": reader.format}, IMPORT)
         total = _total(reader, parts)
         done = 0
         sources = [f"{part.name}@{digest[:16]}" for part, digest in zip(parts, hashes, strict=True)]
@@ -183,16 +189,13 @@ def _stamp(part: Part) -> str:
 
 def _hash_file(path: Path, before: int, total: int, checking: Progress) -> str:
     """Return the SHA-256 of a file; `before` of `total` bytes have been hashed already."""
-    digest = hashlib.sha256()
-    try:
-        with open_to_read(path) as file:
-            while data := file.read(_READ_BYTES):
-                digest.update(data)
-                before += len(data)
-                checking(before, total)
-    except OSError as exc:
-        raise StorageError(f"cannot read {path}: {exc}") from exc
-    return digest.hexdigest()
+
+    def add(size: int) -> None:
+        nonlocal before
+        before += size
+        checking(before, total)
+
+    return hash_file(path, add)
 
 
 def _remove_stamps(made_of: Any) -> Any:

@@ -16,7 +16,7 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -29,6 +29,7 @@ from expstore.core.values import Array, IntArray, cut_run
 from expstore.disk.checkpointed import Pin
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
+from expstore.disk.program import describe_checkout
 from expstore.episodes.log import LogEntry
 from expstore.episodes.sessions import End, Resume
 from expstore.errors import ExpStoreError, SchemaError, StateError, StorageError
@@ -37,7 +38,7 @@ from expstore.schema.row_fields import ROW_BYTES, ROW_FIELDS
 from expstore.schema.row_traits import RowTraits
 from expstore.schema.schema import Schema
 from expstore.storages.base import Storage
-from expstore.storages.batch import Payload, Rows
+from expstore.storages.batch import Payload, Rows, now_us
 from expstore.storages.columns.checksums import Checksums
 from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.columns.memtable import RowBatch
@@ -481,6 +482,24 @@ class Store(Storage):
             manifest.save(self.disk, self.path)
         self.manifest = manifest
 
+    def record_lineage(self, facts: Mapping[str, Any], kind: str | None = None) -> None:
+        """Add facts about the rows that this session writes from now on; see `Storage.record_lineage`."""
+        with self.lock:
+            self.writer()
+            lineage = self.manifest.lineage.note(now_us(), self.last, facts, kind)
+            if lineage != self.manifest.lineage:
+                self._save(self.manifest.replace(lineage=lineage))
+
+    def _complete_lineage(self) -> None:
+        """Record what git has said about the program since the store was opened, if it has written rows."""
+        former, facts = self.manifest.lineage, describe_checkout()
+        lineage = former.complete(self.episodes.session.id, self.last, facts) if facts else former
+        if lineage != former:
+            manifest = self.manifest.replace(lineage=lineage)
+            with contextlib.suppress(StorageError):  # the rows have to be closed all the same
+                manifest.save(self.disk, self.path)
+                self.manifest = manifest
+
     @property
     def settings(self) -> StoreSettings:
         """Settings of the rows: their ranking, their specs, and whether samples are counted."""
@@ -824,6 +843,7 @@ class Store(Storage):
             self.background.stop()
             try:
                 if self.can_write:
+                    self._complete_lineage()
                     end_sessions(self, [self.episodes.session])
                     closed = self._finish()
             finally:
