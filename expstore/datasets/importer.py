@@ -28,6 +28,7 @@ from expstore.datasets.episode import Episode, Part, Reader, Rows
 from expstore.datasets.source_paths import UNREADABLE, check_file
 from expstore.disk.files import Disk, ReadingDisk
 from expstore.disk.local_path import local_path
+from expstore.episodes.facts import TRAIN, take_own
 from expstore.errors import ExpStoreError, SchemaError, StateError, StorageError
 from expstore.exchange.base import Imported, Progress, describe_source, hash_file, no_progress
 from expstore.exchange.fill import STATUSES, summarize_import
@@ -291,12 +292,17 @@ def _import_part(
     progress: Progress,
 ) -> int:
     """Write the rows of a part that the store lacks; return the total number of rows done."""
-    batch = _Batch(rb, source)
+    batch, split = _Batch(rb, source), TRAIN
     seen, is_open = 0, False
     facts: list[Mapping[str, Any]] = []
     for columns, episode in _read(reader, part):
         if not is_open:
-            facts.append(episode.facts)
+            said = dict(episode.facts)
+            former, (split, _) = split, take_own(said)
+            facts.append(said)
+            if split != former:
+                batch.write()
+                batch.split = split
         count = len(episode)
         skip = min(count, max(0, stored - seen))
         if skip < count:
@@ -387,6 +393,8 @@ class _Batch:
 
     def __init__(self, rb: TensorDictReplayBuffer, source: str) -> None:
         self._rb, self._source = rb, source
+        #: The split of the rows that are added.
+        self.split = TRAIN
         self._pieces: list[dict[Key, Array]] = []
         self._rows = self._bytes = 0
 
@@ -414,7 +422,8 @@ class _Batch:
                 differing = sorted(map(key_name, piece.keys() ^ first.keys()))
                 raise SchemaError(f"some episodes have {', '.join(differing)}, and others do not")
         columns = {key: self._tensor(key, _join([piece[key] for piece in pieces], key)) for key in first}
-        self._rb.extend(TensorDict(columns, [rows]), source=self._source)
+        split = None if self.split == TRAIN else self.split
+        self._rb.extend(TensorDict(columns, [rows]), source=self._source, split=split)
 
     def _tensor(self, key: Key, values: Array) -> torch.Tensor:
         """Return values as a tensor. NumPy has no bfloat16: a reader returns its bits as uint16."""

@@ -109,13 +109,36 @@ def split_groups(info: str) -> tuple[str, Iterator[str] | None]:
     return rest, (merge_info(rest, json.dumps({GROUP: one}, ensure_ascii=False)) for one in groups)
 
 
-def drop_end(info: str) -> str:
-    """Return the info of an episode for another store, in which its group has not been ended."""
-    facts = json.loads(info) if GROUP in info else {}
-    if GROUP not in facts:
-        return info
-    facts[GROUP].pop("end", None)
-    return json.dumps(facts, ensure_ascii=False)
+def take_own(info: dict[str, Any]) -> tuple[str, Any]:
+    """Remove the facts of the store's own from the info of an exported episode.
+
+    Returns:
+        The split, and the key of the group; None: the episode is in no group.
+
+    Raises:
+        ArgumentError: The split has no valid name.
+    """
+    split, group = info.pop(SPLIT, TRAIN), info.pop(GROUP, None)
+    key = group.get("key") if isinstance(group, dict) else None
+    return check_split(split), key if isinstance(key, int | str) else None
+
+
+def pack_own(info: dict[str, Any]) -> str:
+    """Return the info of an exported episode as JSON text for another store, with its split and its group.
+
+    In the new store the group has not been ended.
+
+    Raises:
+        SchemaError: It is not an info.
+        ArgumentError: The split has no valid name.
+    """
+    rest = dict(info) if isinstance(info, dict) else info
+    split, key = take_own(rest) if isinstance(rest, dict) else (TRAIN, None)
+    packed = pack_info(rest, None if split == TRAIN else split)
+    if key is None:
+        return packed
+    versions = {name: value for name, value in info[GROUP].items() if name == "version"}
+    return merge_info(packed, json.dumps({GROUP: {"key": key, **versions}}, ensure_ascii=False))
 
 
 def _check(key: str, value: Any) -> None:

@@ -31,6 +31,8 @@ Progress = Callable[[int, int], None]
 #: Called with descriptions of what is left out or changed, before any row is written.
 Tell = Callable[[Sequence[str]], None]
 
+#: What imports say about groups of episodes.
+REGROUPED = "episodes are grouped again, by their keys: which groups had been ended is left out"
 #: Bytes that are hashed at a time.
 _HASHED_BYTES = 1 << 20
 #: Up to this many files have their own hash in the lineage.

@@ -23,7 +23,6 @@ from expstore.core.parsing import INVALID
 from expstore.core.values import Array, IntArray, Key, key_name
 from expstore.disk.atomic_build import build_atomically
 from expstore.disk.files import Disk
-from expstore.episodes.facts import drop_end
 from expstore.episodes.fragments import find_fragments
 from expstore.episodes.segmentation import (
     HAS_TRAJECTORY,
@@ -303,7 +302,7 @@ class Filler:
             source = self._source(known, made.sources)
             progress, begins = self._find(name, step, (source, known.trajectory))
             if begins and known.info:
-                noted.append((progress.number, drop_end(known.info)))
+                noted.append((progress.number, known.info))
             start, last = first - first_id, first - first_id + (count - 1) * stride
             rows = slice(start, last + 1, stride)
             status = known.status if step + count == known.length else OPEN
@@ -475,7 +474,10 @@ def settings_of(about: Mapping[str, Any], schema: Schema) -> dict[str, Any]:
         about: The facts.
         schema: The fields of the new store. Roles of fields that were not exported are left out.
     """
-    names = ("meta", "traj_key", "done_keys", "reward_key", "reward_reduce", "done_reduce")
+    names = (
+        *("meta", "traj_key", "done_keys", "reward_key", "reward_reduce", "done_reduce"),
+        *("group_key", "group_size"),
+    )
     found = {name: _to_tuples(about[name]) for name in names if about.get(name) is not None}
     for name in ("traj_key", "reward_key"):
         if name in found and found[name] not in schema:

@@ -25,11 +25,12 @@ from expstore.core.values import Array, IntArray, key_name
 from expstore.disk.files import Disk, ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.disk.source_links import check_links
-from expstore.episodes.facts import SPLIT, pack_info
+from expstore.episodes.facts import pack_own
 from expstore.episodes.segmentation import OPEN
 from expstore.episodes.table import STATUS
 from expstore.errors import ArgumentError, NotFoundError, SchemaError, StorageError
 from expstore.exchange.base import (
+    REGROUPED,
     Imported,
     Progress,
     Tell,
@@ -356,7 +357,6 @@ class _EpisodeFacts:
         status = self._status[at].as_py()
         text = self._info[at].as_py()
         info = json.loads(text) if text else {}
-        split = info.pop(SPLIT, None) if isinstance(info, dict) else None
         if status not in STATUS:
             raise SchemaError(
                 f"episode {episode} has status {status!r}", hint="there are " + ", ".join(STATUS)
@@ -367,7 +367,7 @@ class _EpisodeFacts:
             source=self._source[at].as_py(),
             named=self._named[at].as_py(),
             trajectory=self._trajectory[at].as_py(),
-            info=pack_info(info, split),
+            info=pack_own(info),
         )
 
 
@@ -518,6 +518,8 @@ class _TableRows(RowSource):
             self.total = sum(part.rows for part in parts) or int(about.get("rows", 0))
             self.settings = settings_of(about, plan.schema)
         self.schema, self.notes, self.storage = plan.schema, plan.notes, plan.storage
+        if "group_key" in self.settings:
+            self.notes = [*self.notes, REGROUPED]
         self.names = plan.foreign.names if plan.foreign else {}
         self.capacity = about.get("capacity")
         numbered = {"_episode", "_step"} <= set(plan.layout.own)
