@@ -87,9 +87,9 @@ def restore(version: str | Path, store: str | Path) -> None:
         _restore(disk, folder, temporary / target.name)
 
 
-def _restore(disk: Disk, version: Path, store: Path, kind: str = RESTORE, **facts: Any) -> None:
+def _restore(disk: Disk, folder: Path, store: Path, kind: str = RESTORE, **facts: Any) -> None:
     """Create a store with the settings and the content of a version; see `ContentAccess.restore`."""
-    origin = StoreManifest.load(disk, version)
+    origin = StoreManifest.load(disk, folder)
     settings = Settings(
         storage=origin.storage,
         layout=ColumnLayout(**origin.layout),
@@ -99,6 +99,6 @@ def _restore(disk: Disk, version: Path, store: Path, kind: str = RESTORE, **fact
     )
     storage = open_storage(store, origin.capacity, settings=settings)
     try:
-        storage.snapshots.restore(version, kind, **facts)
+        storage.snapshots.restore(folder, kind, **facts)
     finally:
         storage.close()
