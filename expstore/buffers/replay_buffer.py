@@ -1293,7 +1293,7 @@ class ReplayBuffer:
             raise SchemaError(
                 f"expstore itself records {min(taken)!r} in the lineage", hint="use another name"
             )
-        self._store.storage.writer().record_lineage(json.loads(pack_info(facts) or "{}"))
+        self._store.storage.writer().settings.record_lineage(json.loads(pack_info(facts) or "{}"))
 
     @property
     def recovered(self) -> str | None:

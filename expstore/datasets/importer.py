@@ -110,7 +110,7 @@ def import_dataset(
         found = describe_source(
             folder, {part.name: digest for part, digest in zip(parts, hashes, strict=True)}
         )
-        rb.storage.writer().record_lineage({**found, "format": reader.format}, IMPORT)
+        rb.storage.writer().settings.record_lineage({**found, "format": reader.format}, IMPORT)
         total = _total(reader, parts)
         done = 0
         sources = [f"{part.name}@{digest[:16]}" for part, digest in zip(parts, hashes, strict=True)]

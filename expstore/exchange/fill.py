@@ -259,7 +259,7 @@ class Filler:
             above: A number above every episode id of the import: episodes keep their ids; None: they get new
                 ids.
         """
-        self._storage.record_lineage(facts, IMPORT)
+        self._storage.settings.record_lineage(facts, IMPORT)
         self._storage.prepare(schema, keys_for(self._storage, schema))
         if specs:
             self._storage.settings.describe_fields(specs)

@@ -482,18 +482,6 @@ class Storage(ReadView):
         """Settings of the rows: their ranking, their specs, and whether samples are counted."""
         return RowSettings(self, self._describe, self._count_sampled)
 
-    def record_lineage(self, facts: Mapping[str, Any], kind: str | None = None) -> None:
-        """Add facts to the lineage, about the rows that this session writes from now on.
-
-        Args:
-            facts: The facts, as values that JSON can store; None removes one.
-            kind: What the session does, as in `expstore.storages.format.lineage`; None: as before.
-
-        Raises:
-            StateError: The rows are in RAM, where no lineage is kept.
-        """
-        raise StateError("a store in RAM keeps no lineage", hint="open a path: expstore.open(path)")
-
     def _count_sampled(self) -> None:
         """Begin to count how often rows are sampled. The caller holds the lock."""
         self._counting = True

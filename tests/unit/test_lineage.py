@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,13 +15,13 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import cold, exchange
-from expstore.cli.app import main
 from expstore.disk import program
 from expstore.errors import SchemaError, StateError
 from expstore.storages.engine import store
 from expstore.storages.format.lineage import Lineage, Step
 from tests.support.asgi import api_client
 from tests.support.batches import episode_rows
+from tests.support.commands import Cli
 from tests.support.object_stores import WatchedStorage
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
@@ -44,7 +44,7 @@ def rows(count: int, **fields: torch.Tensor) -> TensorDict:
     "The relation `lineage` lists every step by which a store got its rows, with the ids that the rows have "
     "now: through imports, sessions, added columns, merges, `push`, `pull` and restores.",
 )
-def test_every_step_is_listed_with_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_step_is_listed_with_its_rows(tmp_path: Path, cli: Cli) -> None:
     first, other, both = tmp_path / "a.exp", tmp_path / "b.exp", tmp_path / "both.exp"
     with expstore.open(tmp_path / "source.exp") as rb:
         rb.extend(rows(30))
@@ -89,11 +89,12 @@ def test_every_step_is_listed_with_its_rows(tmp_path: Path, capsys: pytest.Captu
     made += [("collect", None, None, 0, pulled), ("restore", 1 + shift, 66 + shift, 66, pulled)]
     made += [("collect", 67 + shift, 68 + shift, 2, pulled)]
     assert steps_of(tmp_path / "pulled.exp") == made
-    assert main(["info", "--lineage", "--json", str(tmp_path / "pulled.exp")]) == 0
-    printed = json.loads(capsys.readouterr().out)["stores"][0]["lineage"]
+    printed = cli("info", "--lineage", "--json", tmp_path / "pulled.exp").json["stores"][0]["lineage"]
     assert [
         (one["kind"], one["first_id"], one["last_id"], one["rows"], one["store"]) for one in printed
     ] == made
+    (import_line,) = re.findall("^import .*", cli("info", "--lineage", tmp_path / "pulled.exp").out, re.M)
+    assert {"30", str(1 + shift), str(30 + shift)} <= set(import_line.split())
     with api_client(tmp_path) as client:
         answer = client.post("/v1/stores/pulled/sql", json={"query": "SELECT count(*) FROM lineage"})
         assert answer.json()["rows"] == [[len(made)]], answer.text
@@ -151,28 +152,28 @@ def test_a_checkout_has_its_commit_and_whether_it_has_changes(tmp_path: Path) ->
         out = subprocess.run(["git", *names, *words], cwd=folder, check=True, capture_output=True, text=True)
         return out.stdout.strip()
 
-    def ask(folder: Path) -> list[dict[str, Any]]:
-        """Return what is known at first, and once git has answered."""
+    def ask(folder: Path) -> tuple[str | None, dict[str, Any]]:
+        """Return the commit that the files tell, and what is known once git has answered."""
         checkout = program._Checkout(folder)
-        now = checkout.facts
         checkout._ask_git(folder)
-        return [now, checkout.facts]
+        return program._read_commit(folder), checkout.facts
 
     folder = tmp_path / "code"
     folder.mkdir()
     script = folder / "train.py"
     script.write_text("pass")
     git("init", "-q")
-    assert ask(folder) == [{}, {}]
+    assert ask(folder) == (None, {})
     git("add", "train.py")
     git("commit", "-q", "-m", "one")
-    head = {"git_commit": git("rev-parse", "HEAD")}
+    head = git("rev-parse", "HEAD")
+    clean = {"git_commit": head, "dirty": False}
     git("worktree", "add", "-q", "-b", "other", str(tmp_path / "other"))
     for _ in range(2):
-        assert ask(folder) == ask(tmp_path / "other") == [head, head | {"dirty": False}]
+        assert ask(folder) == ask(tmp_path / "other") == (head, clean)
         git("pack-refs", "--all")
     script.write_text("changed")
-    assert ask(folder) == [head, head | {"dirty": True}]
+    assert ask(folder) == (head, clean | {"dirty": True})
     git("checkout", "-q", "--detach")
     assert ask(folder)[0] == head
 

@@ -9,9 +9,9 @@ specs, in expstore.json.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -393,6 +393,15 @@ class StoreSettings(RowSettings):
         super().check(schema)
         if self._storage.ranking is not None and schema.variable:
             raise _no_ranking_of(schema)
+
+    def record_lineage(self, facts: Mapping[str, Any], kind: str | None = None) -> None:
+        """Add facts to the lineage; see `RowSettings.record_lineage`."""
+        store = self._storage
+        with store.lock:
+            store.writer()
+            lineage = store.manifest.lineage.note(now_us(), store.last, facts, kind)
+            if lineage != store.manifest.lineage:
+                self._save_manifest(store.manifest.replace(lineage=lineage))
 
     def _save(self, description: Description) -> None:
         store = self._storage

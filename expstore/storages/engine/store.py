@@ -16,7 +16,7 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -38,7 +38,7 @@ from expstore.schema.row_fields import ROW_BYTES, ROW_FIELDS
 from expstore.schema.row_traits import RowTraits
 from expstore.schema.schema import Schema
 from expstore.storages.base import Storage
-from expstore.storages.batch import Payload, Rows, now_us
+from expstore.storages.batch import Payload, Rows
 from expstore.storages.columns.checksums import Checksums
 from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.columns.memtable import RowBatch
@@ -481,14 +481,6 @@ class Store(Storage):
         with self.health.guard():
             manifest.save(self.disk, self.path)
         self.manifest = manifest
-
-    def record_lineage(self, facts: Mapping[str, Any], kind: str | None = None) -> None:
-        """Add facts about the rows that this session writes from now on; see `Storage.record_lineage`."""
-        with self.lock:
-            self.writer()
-            lineage = self.manifest.lineage.note(now_us(), self.last, facts, kind)
-            if lineage != self.manifest.lineage:
-                self._save(self.manifest.replace(lineage=lineage))
 
     def _complete_lineage(self) -> None:
         """Record what git has said about the program since the store was opened, if it has written rows."""

@@ -184,7 +184,7 @@ class Manifest:
         data["schema"] = self.schema.to_json() if self.schema else None
         data["ranking"] = dataclasses.asdict(self.ranking) if self.ranking else None
         data["specs"] = json.loads(self.specs) if self.specs else None
-        data["lineage"] = self.lineage.to_json() or None
+        data["lineage"] = self.lineage.to_text() if self.lineage.steps else None
         for name in _OPTIONAL:
             if data[name] is None:
                 del data[name]
@@ -316,7 +316,7 @@ def _values_of(data: dict[str, Any]) -> dict[str, Any]:
         "dims": tuple(map(int, data["dims"])),
         "ranking": Ranking(to_key(ranked["key"]), ranked["reduction"]) if ranked else None,
         "specs": json.dumps(specs, separators=(",", ":")) if specs else "",
-        "lineage": Lineage.from_json(data["lineage"] or ()),
+        "lineage": Lineage.from_text(data["lineage"] or "[]"),
     }
 
 
@@ -373,7 +373,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
         or (isinstance(value, dict) and _is_key(value["key"]) and isinstance(value["reduction"], str))
     ),
     "specs": lambda value: value is None or isinstance(value, dict),
-    "lineage": lambda value: value is None or isinstance(value, list),
+    "lineage": lambda value: value is None or isinstance(value, str),
     "compression": lambda value: value in (None, "lz4", "zstd"),
 }
 
