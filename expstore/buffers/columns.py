@@ -43,6 +43,9 @@ _NOTHING: Any = object()
 #: Largest number of bytes, and of rows, that a function gets at a time.
 _BYTES, _ROWS = 64 << 20, 4096
 
+#: The longest text of `fill=` in the lineage.
+_FILL_TEXT = 200
+
 Function = Callable[[TensorDictBase], Any]
 
 
@@ -124,6 +127,12 @@ class Columns:
             raise ArgumentError("columns.add() takes one of fill=, function= and sql=")
         fields = _fields_of(storage)
         storage.require_schema()
+        if sql is not None:
+            origin = {"sql": sql}
+        elif function is not None:
+            origin = {"function": _describe_function(function)}
+        else:
+            origin = {"fill": repr(fill)[:_FILL_TEXT]}
         kind = None if dtype is None else _dtype_name(dtype)
         form: tuple[Any, ...] | None
         form = None if shape is None else ((shape,) if isinstance(shape, int) else tuple(shape))
@@ -136,7 +145,9 @@ class Columns:
             entry = make_entry(storage.require_schema(), key, kind, None, like)
             check_new_field(storage, entry)
             values = _annotate_all(storage.writer(), entry, fill, function, progress)
-            fields.add(NewField(entry=entry, specs=storage.settings.specs(), annotations=values))
+            fields.add(
+                NewField(entry=entry, specs=storage.settings.specs(), annotations=values, origin=origin)
+            )
             self._sampling.drop_prefetched()
             return
         if like is not None:
@@ -166,6 +177,7 @@ class Columns:
                 rows=rows,
                 specs=_specs_with(storage, entry, spec),
                 progress=progress,
+                origin=origin,
             )
         )
         self._sampling.drop_prefetched()
@@ -427,6 +439,12 @@ class _ByFormula(_Values):
                 hint="give another dtype=",
             )
         return found.reshape(len(found), *entry.shape) if found[:1].size == entry.row_items else found
+
+
+def _describe_function(function: Function) -> str:
+    """Return the module and the name of a function, for the lineage."""
+    kind = function if hasattr(function, "__qualname__") else type(function)
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _fields_of(storage: ReadView) -> FieldChanges:

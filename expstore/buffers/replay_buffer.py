@@ -7,6 +7,7 @@ reads by index, `RowUpdates` changes rows. All of them share one `StoreHandle`.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -57,7 +58,8 @@ from expstore.core.torchrl_members import find_member
 from expstore.core.values import to_key
 from expstore.data.sample_metadata import SAMPLE_METADATA, decode_metadata
 from expstore.disk.local_path import local_path
-from expstore.errors import ArgumentError, StateError
+from expstore.episodes.facts import pack_info
+from expstore.errors import ArgumentError, SchemaError, StateError
 from expstore.rate_limiters import RateLimiter
 from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import consume_after
@@ -67,6 +69,7 @@ from expstore.samplers.torchrl_adapter import adapt, unwrap
 from expstore.schema.ragged_fields import RaggedForm
 from expstore.schema.schema import Schema
 from expstore.storages.base import Hook
+from expstore.storages.format.lineage import OWN_FACTS
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.preview import render_view
 from expstore.storages.read_view import ReadView, build_closed_error, read_stable
@@ -1278,6 +1281,31 @@ class ReplayBuffer:
     def meta(self) -> dict[str, Any]:
         """The user's facts that were given when the store was created."""
         return meta_of(self._store.storage)
+
+    def record_lineage(self, **facts: Any) -> None:
+        """Record where the rows come from that this process writes from now on, such as the policy.
+
+        The facts are in the relation `lineage` of SQL, in the step of these rows. Rows that were written
+        before keep their step. The facts are durable when this returns, and end with the buffer. Each call
+        rewrites expstore.json: call this once for each policy, not for each batch.
+
+        Args:
+            **facts: The facts, as values that JSON can store; None removes one.
+
+        Raises:
+            SchemaError: JSON cannot store a value, or expstore itself records a fact of this name.
+            StateError: The rows are in RAM, or the store is closed or open for reading only.
+            StorageError: The disk failed; nothing was recorded.
+
+        Example:
+            >>> rb.record_lineage(policy="sha256:9f86d081")
+            >>> index = rb.extend(batch)
+        """
+        if taken := OWN_FACTS & facts.keys():
+            raise SchemaError(
+                f"expstore itself records {min(taken)!r} in the lineage", hint="use another name"
+            )
+        self._store.storage.writer().settings.record_lineage(json.loads(pack_info(facts) or "{}"))
 
     @property
     def recovered(self) -> str | None:

@@ -25,7 +25,7 @@ from expstore.cli.datasets import datasets
 from expstore.cli.episode import episode
 from expstore.cli.exit_codes import DAMAGED, FAILED, INTERRUPTED, LOCKED, USAGE
 from expstore.cli.groups import CHANGE, LOOK, MOVE, SERVE, VERSIONS, add_command, make_group
-from expstore.cli.info import facts_of, show_facts, show_stores, stores_in
+from expstore.cli.info import facts_of, show_facts, show_lineage, show_stores, stores_in
 from expstore.cli.interrupt import Interrupts, end_at_once, handle_interrupts
 from expstore.cli.output import Json, print_csv, print_json, print_rows, print_table, rows_of, show_notes
 from expstore.cli.paths import to_local
@@ -395,26 +395,34 @@ def _collect(
 # -- info ------------------------------------------------------------------------------------------
 
 
-def info(paths: Stores, as_json: Json = False) -> int:
+def info(
+    paths: Stores,
+    lineage: Annotated[
+        bool, typer.Option("--lineage", help="Show where the rows come from, step by step.")
+    ] = False,
+    as_json: Json = False,
+) -> int:
     """Show what stores contain, who has them open, and whether they were closed properly."""
     found: list[dict[str, Any]] = []
     worst: _Trouble | None = None
     wanted = [store for path in paths for store in stores_in(path) or [path]]
     for path in wanted:
         try:
-            found.append(facts_of(path))
+            found.append(facts_of(path, lineage=lineage))
         except ExpStoreError as exc:
             trouble = _Trouble(_exit_code(exc), exc.kind, exc.message, exc.hint)
             found.append({"path": str(path), "error": trouble.body()})
             worst = trouble if worst is None or trouble.code > worst.code else worst
     if as_json:
         print_json({"stores": found} | ({"error": worst.body()} if worst else {}))
-    if len(wanted) > len(paths) and not as_json and not worst:
+    if len(wanted) > len(paths) and not (as_json or worst or lineage):
         show_stores(found)
         return 0
     for facts in () if as_json else found:
         if "error" in facts:
             typer.echo(f"error: {_Trouble(0, **facts['error']).line()}", err=True)
+        elif lineage:
+            show_lineage(facts)
         else:
             show_facts(facts)
     return worst.code if worst else 0

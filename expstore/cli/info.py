@@ -6,6 +6,7 @@ Used by `expstore.cli.app`. It never changes a store, and does not load torch.
 from __future__ import annotations
 
 import json
+from datetime import UTC
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +31,13 @@ def stores_in(path: Path) -> list[Path]:
     return sorted(path / name for name in disk.names(path) if disk.exists(path / name / MANIFEST))
 
 
-def facts_of(path: Path) -> dict[str, Any]:
-    """Return the facts about a store or a snapshot, as `expstore info --json` prints them."""
+def facts_of(path: Path, *, lineage: bool = False) -> dict[str, Any]:
+    """Return the facts about a store or a snapshot, as `expstore info --json` prints them.
+
+    Args:
+        path: The store.
+        lineage: Whether to add its lineage.
+    """
     from expstore.core.values import key_name
     from expstore.disk.files import Disk
     from expstore.maintenance import survey
@@ -79,7 +85,24 @@ def facts_of(path: Path) -> dict[str, Any]:
         "uuid": manifest.uuid,
         "meta": manifest.meta,
         "specs": unpack_specs(manifest.specs) if manifest.specs else None,
-    }
+    } | ({"lineage": _read_lineage(path)} if lineage else {})
+
+
+def _read_lineage(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of the relation `lineage` of a store."""
+    from expstore.sql.row_source import read_lineage
+    from expstore.storages.follower import FollowerStorage
+
+    storage = FollowerStorage(path)
+    try:
+        rows: list[dict[str, Any]] = read_lineage(storage, storage.stored).to_pylist()
+    finally:
+        storage.close()
+    return [
+        row
+        | {"time": iso_text(row["time"].replace(tzinfo=UTC).timestamp()), "facts": json.loads(row["facts"])}
+        for row in rows
+    ]
 
 
 def _size_facts(size: FieldSize) -> dict[str, Any]:
@@ -134,6 +157,30 @@ def show_facts(facts: dict[str, Any]) -> None:
         # The longest column is last: a narrow terminal omits what does not fit.
         head = ["field", "dtype", "shape", "row bytes", "on disk", "per million", "layout"]
         print_table(head, [_line(field) for field in facts["fields"]])
+
+
+def show_lineage(facts: dict[str, Any]) -> None:
+    """Print the lineage of a store: a line for each step."""
+    typer.echo(facts["path"])
+    head = ["step", "time", "rows", "first id", "last id", "program", "commit", "what"]
+    print_table(head, [_step_line(step) for step in facts["lineage"]])
+
+
+def _step_line(step: dict[str, Any]) -> tuple[Any, ...]:
+    known, commit = step["facts"], step["git_commit"]
+    names = ("field", "sql", "function", "fill", "version", "tag", "capacity", "policy")
+    what = [f"{name} {known[name]}" for name in names if known.get(name) is not None]
+    what += [store["path"] for store in known.get("stores", ())]
+    return (
+        step["kind"],
+        local_text(step["time"]),
+        step["rows"],
+        step["first_id"] or "",
+        step["last_id"] or "",
+        step["program"] or "",
+        commit[:10] + ("+" if step["dirty"] else "") if commit else "",
+        ", ".join([*([step["source"]] if step["source"] else []), *what]),
+    )
 
 
 def show_stores(found: list[dict[str, Any]]) -> None:

@@ -18,6 +18,7 @@ from expstore.disk.local_path import local_path
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.factory import open_storage
 from expstore.storages.format.layout import ColumnLayout
+from expstore.storages.format.lineage import PULL, RESTORE
 from expstore.storages.format.manifest import Manifest as StoreManifest
 from expstore.storages.format.manifest import check_target
 from expstore.storages.snapshots.catalog import find_version
@@ -61,7 +62,8 @@ def pull(
         folder = temporary / "version"
         with note_removal(bucket, found):
             fetch_tree(bucket, disk, found, Manifest.load(bucket, found), folder)
-        _restore(disk, folder, temporary / target.name)
+        facts = {"source": bucket.name, "version": found.number, "tag": found.tag, "push": found.push}
+        _restore(disk, folder, temporary / target.name, PULL, **facts)
     return found
 
 
@@ -85,9 +87,9 @@ def restore(version: str | Path, store: str | Path) -> None:
         _restore(disk, folder, temporary / target.name)
 
 
-def _restore(disk: Disk, version: Path, store: Path) -> None:
-    """Create a store with the settings and the content of a version."""
-    origin = StoreManifest.load(disk, version)
+def _restore(disk: Disk, folder: Path, store: Path, kind: str = RESTORE, **facts: Any) -> None:
+    """Create a store with the settings and the content of a version; see `ContentAccess.restore`."""
+    origin = StoreManifest.load(disk, folder)
     settings = Settings(
         storage=origin.storage,
         layout=ColumnLayout(**origin.layout),
@@ -97,6 +99,6 @@ def _restore(disk: Disk, version: Path, store: Path) -> None:
     )
     storage = open_storage(store, origin.capacity, settings=settings)
     try:
-        storage.snapshots.restore(version)
+        storage.snapshots.restore(folder, kind, **facts)
     finally:
         storage.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,16 +28,16 @@ from expstore.datasets.episode import Episode, Part, Reader, Rows
 from expstore.datasets.source_paths import UNREADABLE, check_file
 from expstore.disk.files import Disk, ReadingDisk
 from expstore.disk.local_path import local_path
-from expstore.episodes.facts import pack_stored_info
+from expstore.episodes.facts import GROUP, SPLIT, TRAIN, pack_stored_info
 from expstore.errors import ExpStoreError, SchemaError, StateError, StorageError
-from expstore.exchange.base import Imported, Progress, no_progress, open_to_read
+from expstore.exchange.base import Imported, Progress, describe_source, hash_file, no_progress
 from expstore.exchange.fill import STATUSES, summarize_import
+from expstore.storages.format.lineage import IMPORT
 from expstore.storages.format.manifest import MANIFEST, Manifest, check_target
 
 #: Approximate size in bytes of a batch that is written.
 _BATCH_BYTES = 16 << 20
 _BATCH_ROWS = 16_384
-_READ_BYTES = 1 << 20
 #: Number of pieces of episodes that are read ahead.
 _READ_AHEAD = 4
 
@@ -105,6 +106,11 @@ def import_dataset(
     made_of = {"import": made_of, **facts}
     rb = _open_building(building, made_of, {**reader.settings(), "layout": layout})
     try:
+        folder = os.path.commonpath([Path(file).absolute().parent for part in parts for file in part.files])
+        found = describe_source(
+            folder, {part.name: digest for part, digest in zip(parts, hashes, strict=True)}
+        )
+        rb.storage.writer().settings.record_lineage({**found, "format": reader.format}, IMPORT)
         total = _total(reader, parts)
         done = 0
         sources = [f"{part.name}@{digest[:16]}" for part, digest in zip(parts, hashes, strict=True)]
@@ -184,16 +190,13 @@ def _stamp(part: Part) -> str:
 
 def _hash_file(path: Path, before: int, total: int, checking: Progress) -> str:
     """Return the SHA-256 of a file; `before` of `total` bytes have been hashed already."""
-    digest = hashlib.sha256()
-    try:
-        with open_to_read(path) as file:
-            while data := file.read(_READ_BYTES):
-                digest.update(data)
-                before += len(data)
-                checking(before, total)
-    except OSError as exc:
-        raise StorageError(f"cannot read {path}: {exc}") from exc
-    return digest.hexdigest()
+
+    def add(size: int) -> None:
+        nonlocal before
+        before += size
+        checking(before, total)
+
+    return hash_file(path, add)
 
 
 def _remove_stamps(made_of: Any) -> Any:
@@ -294,14 +297,14 @@ def _import_part(
     facts: list[Mapping[str, Any]] = []
     for columns, episode in _read(reader, part):
         if not is_open:
-            facts.append(episode.facts)
+            facts.append({name: fact for name, fact in episode.facts.items() if name != GROUP})
         count = len(episode)
         skip = min(count, max(0, stored - seen))
         if skip < count:
             if seen < stored or (seen == stored > 0 and is_open):
                 # The last stored row belongs to this episode.
                 rb.episodes.resume(source, check=False)
-            batch.use_split(episode.split)
+            batch.use_split(episode.split or facts[-1].get(SPLIT))
             batch.add({key: values[skip:] for key, values in columns.items()}, count - skip)
             if episode.end == "cut":
                 batch.write()
@@ -391,6 +394,7 @@ class _Batch:
 
     def use_split(self, split: str | None) -> None:
         """Write the rows that are added from now on with this split."""
+        split = None if split == TRAIN else split
         if split != self._split:
             self.write()
             self._split = split

@@ -7,6 +7,7 @@ module knows no format.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import io
 import sys
@@ -30,6 +31,12 @@ Progress = Callable[[int, int], None]
 #: Called with descriptions of what is left out or changed, before any row is written.
 Tell = Callable[[Sequence[str]], None]
 
+#: What imports say about groups of episodes.
+REGROUPED = "episodes are grouped again, by their keys: which groups had been ended is left out"
+#: Bytes that are hashed at a time.
+_HASHED_BYTES = 1 << 20
+#: Up to this many files have their own hash in the lineage.
+_HASHES_LISTED = 100
 #: Version of the facts that an export stores with its rows; an import refuses newer ones.
 FORMAT = 1
 
@@ -234,6 +241,45 @@ def open_to_read(path: Path) -> DiskFile:
     if disk.is_dir(path):
         raise NotFoundError(f"{path} is a folder; give the path of a file")
     return DiskFile(disk, path)
+
+
+def hash_file(path: Path, hashed: Callable[[int], None] = lambda size: None) -> str:
+    """Return the SHA-256 of a file as hexadecimal digits.
+
+    Args:
+        path: The file.
+        hashed: Called with the size of each piece in bytes, after it was hashed.
+
+    Raises:
+        NotFoundError: The file does not exist.
+        StorageError: It cannot be read.
+    """
+    digest = hashlib.sha256()
+    try:
+        with open_to_read(path) as file:
+            while data := file.read(_HASHED_BYTES):
+                digest.update(data)
+                hashed(len(data))
+    except OSError as exc:
+        raise StorageError(f"cannot read {path}: {exc}") from exc
+    return digest.hexdigest()
+
+
+def describe_source(source: Path | str, hashes: Mapping[str, str]) -> dict[str, Any]:
+    """Return what the lineage of a store says about the files that were imported.
+
+    Args:
+        source: What was imported.
+        hashes: The SHA-256 of each file that is read, by its name.
+
+    Returns:
+        `source`, the number of `files`, and `sha256`: of one file its own, of several that of the lines which
+        `sha256sum` prints for them, in the order of their names. `hashes` are by name, of up to 100 files.
+    """
+    lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(hashes.items()))
+    whole = hashlib.sha256(lines.encode()).hexdigest() if len(hashes) > 1 else "".join(hashes.values())
+    found = {"source": str(source), "files": len(hashes), "sha256": whole or None}
+    return found | ({"hashes": dict(hashes)} if 1 < len(hashes) <= _HASHES_LISTED else {})
 
 
 def names_of(keys: Sequence[tuple[str, ...]]) -> tuple[str, ...]:

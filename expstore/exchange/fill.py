@@ -39,7 +39,15 @@ from expstore.episodes.sessions import NewSource
 from expstore.episodes.sources import lane_names
 from expstore.episodes.table import Assignment, Segment
 from expstore.errors import ExpStoreError, SchemaError
-from expstore.exchange.base import FORMAT, Imported, Progress, Tell, names_of
+from expstore.exchange.base import (
+    FORMAT,
+    Imported,
+    Progress,
+    Tell,
+    describe_source,
+    hash_file,
+    names_of,
+)
 from expstore.schema.field_roles import Keys
 from expstore.schema.schema import Field, Schema
 from expstore.sql.sync import Catalog
@@ -48,6 +56,7 @@ from expstore.storages.engine.open_settings import Settings
 from expstore.storages.engine.store import Store
 from expstore.storages.factory import open_storage
 from expstore.storages.format.layout import ColumnLayout
+from expstore.storages.format.lineage import IMPORT
 from expstore.storages.format.manifest import check_target
 from expstore.storages.read_view import keys_for
 
@@ -160,6 +169,8 @@ class Target:
         progress: Called with the rows done and the rows in total.
         tell: Called with descriptions of what is left out or changed, before any row is written.
         disk: Access to the file system.
+        source: What is imported, for the lineage.
+        files: The files that are read, whose hashes the lineage gets.
     """
 
     path: Path
@@ -167,6 +178,17 @@ class Target:
     progress: Progress
     tell: Tell
     disk: Disk
+    source: str | Path
+    files: Sequence[Path]
+
+    def describe_source(self) -> dict[str, Any]:
+        """Hash the files that are read; return what the lineage says about them."""
+        folder = Path(self.source)
+        names = [
+            str(file.relative_to(folder)) if file.is_relative_to(folder) else file.name for file in self.files
+        ]
+        hashes = {name: hash_file(file) for name, file in zip(names, self.files, strict=True)}
+        return describe_source(folder.absolute() if self.files else self.source, hashes)
 
 
 def fill_store(source: RowSource, target: Target) -> Imported:
@@ -179,10 +201,11 @@ def fill_store(source: RowSource, target: Target) -> Imported:
         ExpStoreError: An error of the source, or of the new store. Nothing is left behind.
     """
     target.tell(source.notes)
+    facts = target.describe_source()
     room = source.capacity if target.capacity is None else target.capacity
     with new_store(target.disk, target.path, room, source.settings, storage=source.storage) as filler:
         with source.parsing():
-            filler.prepare(source.schema, specs=source.specs, above=source.above)
+            filler.prepare(source.schema, facts, specs=source.specs, above=source.above)
         pieces = source.pieces()
         while True:
             with source.parsing():
@@ -226,15 +249,19 @@ class Filler:
         self._highest = 0
         self.rows = 0
 
-    def prepare(self, schema: Schema, *, specs: str = "", above: int | None = None) -> None:
-        """Set the fields of the store.
+    def prepare(
+        self, schema: Schema, facts: Mapping[str, Any], *, specs: str = "", above: int | None = None
+    ) -> None:
+        """Set the fields of the store, and the source of its rows.
 
         Args:
             schema: The fields.
+            facts: What the lineage says about the source.
             specs: Specs of the fields, as the JSON text that stores keep; "" if unknown.
             above: A number above every episode id of the import: episodes keep their ids; None: they get new
                 ids.
         """
+        self._storage.settings.record_lineage(facts, IMPORT)
         self._storage.prepare(schema, keys_for(self._storage, schema))
         if specs:
             self._storage.settings.describe_fields(specs)
@@ -451,7 +478,10 @@ def settings_of(about: Mapping[str, Any], schema: Schema) -> dict[str, Any]:
         about: The facts.
         schema: The fields of the new store. Roles of fields that were not exported are left out.
     """
-    names = ("meta", "traj_key", "done_keys", "reward_key", "reward_reduce", "done_reduce")
+    names = (
+        *("meta", "traj_key", "done_keys", "reward_key", "reward_reduce", "done_reduce"),
+        *("group_key", "group_size"),
+    )
     found = {name: _to_tuples(about[name]) for name in names if about.get(name) is not None}
     for name in ("traj_key", "reward_key"):
         if name in found and found[name] not in schema:

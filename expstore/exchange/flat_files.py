@@ -5,6 +5,7 @@ Used by these formats, which write and read the files. One piece of the rows is 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -14,10 +15,20 @@ import numpy as np
 
 from expstore.core.parsing import reading
 from expstore.core.values import Array, IntArray
+from expstore.episodes.facts import SPLIT, check_split, pack_stored_info, split_of
+from expstore.episodes.segmentation import OPEN
 from expstore.episodes.sources import lane_names
 from expstore.errors import SchemaError
 from expstore.exchange.base import Imported, Progress, piece_rows
-from expstore.exchange.fill import NumberedRows, RowSource, Target, fill_store, parse_about, settings_of
+from expstore.exchange.fill import (
+    Facts,
+    NumberedRows,
+    RowSource,
+    Target,
+    fill_store,
+    parse_about,
+    settings_of,
+)
 from expstore.exchange.foreign_rows import (
     Column,
     ForeignRows,
@@ -36,6 +47,8 @@ from expstore.schema.schema import Schema
 #: Name under which an export stores a description of its fields.
 ABOUT = "expstore"
 _EPISODE = ("_episode",)
+#: The split of each row, as a place in the list `splits` of the description; only if there are several.
+_SPLIT = ("_split",)
 
 
 class FlatWriter(Protocol):
@@ -80,6 +93,8 @@ def plan_columns(rows: Rows) -> list[Column]:
     for name in ("terminals", "timeouts"):
         if (name,) not in paths:
             found.append(Column((name,), np.dtype(bool), ()))
+    if rows.storage.epochs.has_splits:
+        found.append(Column(_SPLIT, np.dtype("<i4"), ()))
     found.append(Column(_EPISODE, np.dtype("<i8"), ()))
     check_paths((column.path for column in found), taken=ABOUT)
     return found
@@ -91,17 +106,22 @@ def write_flat(rows: Rows, columns: Sequence[Column], writer: FlatWriter, progre
     own = len(rows.schema.fields)
     places = [*rows.places[: len(fields)], own + 1]  # and `_row/episode`
     ends, tally = _Ends(rows), Tally(rows, progress)
+    splits = _Splits(rows) if any(column.path == _SPLIT for column in columns) else None
     for ids in _iterate_by_episode(rows, piece_rows(rows.row_bytes)):
         found, values = rows.read(ids, places)
         if found.size:
             given = [to_stored(entry, column) for entry, column in zip(fields, values[:-1], strict=True)]
             names = values[-1].reshape(-1)
             for column in columns[len(fields) : -1]:
-                given.append(ends.flags(column.path[0], found, names))
+                if splits is not None and column.path == _SPLIT:
+                    given.append(splits.of(names))
+                else:
+                    given.append(ends.flags(column.path[0], found, names))
             shaped = [v.reshape(-1, *c.shape) for v, c in zip([*given, names], columns, strict=True)]
             writer.add(shaped)
         tally.add(Piece(ids.size, found, values))
-    writer.finish(json.dumps({name: value for name, value in rows.about().items() if name != "specs"}))
+    about = {name: value for name, value in rows.about().items() if name != "specs"}
+    writer.finish(json.dumps(about if splits is None else about | {"splits": splits.names}))
     return tally.written
 
 
@@ -119,6 +139,22 @@ def _iterate_by_episode(rows: Rows, size: int) -> Iterator[IntArray]:
         count += ids.size
     if count:
         yield np.concatenate(held)
+
+
+class _Splits:
+    """Look up the splits of episodes."""
+
+    def __init__(self, rows: Rows) -> None:
+        table = rows.facts
+        self._episodes: IntArray = table["episode_id"].to_numpy()
+        found = [split_of(info or "") for info in table["info"].to_pylist()]
+        self.names, self._places = np.unique(found, return_inverse=True)
+        self.names = self.names.tolist()
+
+    def of(self, episodes: IntArray) -> Array:
+        """Return the split of each row, as a place in `names`. Shapes `(n,)`."""
+        places: Array = self._places[np.searchsorted(self._episodes, episodes)].astype("<i4")
+        return places
 
 
 class _Ends:
@@ -241,11 +277,18 @@ class _ExportedRows(RowSource):
             fields = [to_field(tuple(known[one.path]["key"]), one, known[one.path]) for one in columns]
             check_keys([entry.key for entry in fields])
             lengths = dict(zip([column.path for column in reader.columns], reader.lengths, strict=True))
-            self._wanted = [*columns, episode]
+            #: The splits of the episodes; [] if the file does not tell them.
+            self._splits = [check_split(name) for name in about.get("splits", ())]
+            split = [column for column in reader.columns if column.path == _SPLIT and self._splits]
+            self._splits = self._splits if split else []
+            self._wanted = [*columns, *split, episode]
             self.total = _check_lengths([(column, lengths[column.path]) for column in self._wanted])
             self.schema = Schema(fields, about.get("form", ""))
             self.settings = settings_of(about, self.schema)
-        self.notes, self.capacity = reader.notes, about.get("capacity")
+        self.notes, self.capacity = list(reader.notes), about.get("capacity")
+        if self.settings.pop("group_key", None) is not None:
+            self.settings.pop("group_size", None)
+            self.notes.append("episodes are in no groups: the file has none")
 
     def pieces(self) -> Iterator[NumberedRows]:
         """Yield the rows. The last one of a piece is kept back until the next piece shows what follows."""
@@ -254,10 +297,26 @@ class _ExportedRows(RowSource):
             count = min(size, self.total - first)
             values = self._reader.read(self._wanted, first, count)
             with reading("the arrays of the file"):
-                pairs = zip(self.schema.fields, values[:-1], strict=True)
+                pairs = zip(self.schema.fields, values[: len(self.schema.fields)], strict=True)
                 columns = [from_stored(entry, stored, count) for entry, stored in pairs]
+                columns += [places.reshape(-1).astype(np.int64) for places in values[len(columns) : -1]]
                 named = values[-1].reshape(-1).astype(np.int64)
-            yield numbers.cut(columns, named, first + count, self.total)
+                found = numbers.cut(columns, named, first + count, self.total)
+                yield self._add_splits(found) if self._splits else found
+
+    def _add_splits(self, rows: NumberedRows) -> NumberedRows:
+        """Return rows without their last column, which has their splits, with facts about the episodes."""
+        *columns, places = rows.columns
+        infos = [pack_stored_info({SPLIT: name}) for name in self._splits]
+        known = dict(zip(rows.episodes.tolist(), places.tolist(), strict=True))
+        wrong = [place for place in known.values() if not 0 <= place < len(infos)]
+        if wrong:
+            raise SchemaError(f"the file has rows of split {wrong[0]}, but lists {len(infos)} splits")
+
+        def describe(episode: int) -> Facts:
+            return Facts(length=-1, status=OPEN, info=infos[known[episode]])
+
+        return dataclasses.replace(rows, columns=columns, facts=describe)
 
 
 class _Numbers:

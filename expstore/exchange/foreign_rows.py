@@ -208,6 +208,7 @@ def check_keys(keys: Iterable[Key]) -> None:
 # -- fields and episodes ------------------------------------------------------------------------------
 
 _EXPORTED_EPISODE: Key = ("_episode",)
+_EXPORTED_SPLIT: Key = ("_split",)
 _TRAJECTORY: Key = ("collector", "traj_ids")
 _MASK: Key = ("collector", "mask")
 #: Fields that a batch has besides the rows' own: a stored field of this name would be replaced in batches.
@@ -347,7 +348,7 @@ def plan_rows(columns: Sequence[Column], given: Mapping[str, str]) -> RowPlan:
             continue
         if ids is None and key == EPISODE:
             ids = places[path]
-        if path == _EXPORTED_EPISODE:
+        if path in (_EXPORTED_EPISODE, _EXPORTED_SPLIT):
             continue
         if key == EPISODE and places[path] == ids and not _is_integer(column):
             names[column.name] = ""  # each episode's info has the id

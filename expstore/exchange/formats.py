@@ -98,15 +98,16 @@ def file_format(path: Path) -> str | None:
 #: What no format stores, and what each format does not store in addition.
 LOST_BY_ALL = "row ids, how often rows were sampled, the number of the next draw, layouts, versions"
 _OF_FLAT_FORMATS = "the order of rows of different episodes; fields of variable length, which it refuses"
+_OF_ARRAYS = "priorities, times, sources, trajectory ids, facts about episodes except splits, groups, specs"
 LOSSES = {
-    "arrow": "",
-    "hdf5": f"priorities, times, sources, trajectory ids, facts about episodes, specs; {_OF_FLAT_FORMATS}",
+    "arrow": "which groups of episodes had been ended",
+    "hdf5": f"{_OF_ARRAYS}; {_OF_FLAT_FORMATS}",
     "lerobot": "next observations; exact pixels of videos; episodes that have not ended; priorities, times, "
     "sources, trajectory ids, facts about episodes except tasks and splits, specs; the order of rows of "
     "different episodes; numbers of variable length",
-    "minari": f"priorities, times, sources, trajectory ids, specs except spaces; {_OF_FLAT_FORMATS}",
-    "npz": f"priorities, times, sources, trajectory ids, facts about episodes, specs; {_OF_FLAT_FORMATS}",
-    "parquet": "",
+    "minari": f"priorities, times, sources, trajectory ids, groups, specs except spaces; {_OF_FLAT_FORMATS}",
+    "npz": f"{_OF_ARRAYS}; {_OF_FLAT_FORMATS}",
+    "parquet": "which groups of episodes had been ended",
 }
 
 

@@ -208,7 +208,7 @@ def import_hdf5(
         return import_flat(
             reader,
             names or {},
-            Target(target, capacity, progress, tell, disk or Disk()),
+            Target(target, capacity, progress, tell, disk or Disk(), path, [path]),
         )
 
 

@@ -207,7 +207,7 @@ def import_npz(
         return import_flat(
             SplitEnvironments(reader) if split else reader,
             names or {},
-            Target(target, capacity, progress, tell, disk or Disk()),
+            Target(target, capacity, progress, tell, disk or Disk(), path, [path]),
         )
 
 

@@ -119,7 +119,8 @@ def import_rollouts(
     parts = _open_parts(source, names or {})
     for part in parts:
         part.forget_description()
-    to = Target(target, capacity, progress, tell, disk or Disk())
+    files = [part.path for part in parts]
+    to = Target(target, capacity, progress, tell, disk or Disk(), source, files)
     return fill_store(_RolloutRows(parts, names or {}, rollout or Rollout()), to)
 
 

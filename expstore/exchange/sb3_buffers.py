@@ -8,7 +8,7 @@ continue in it.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,7 +116,14 @@ def import_sb3(
     if (held := _count_bytes(found.attributes)) > size:
         raise SchemaError(f"{name} has {held} bytes of arrays in a file of {size} bytes")
     return import_sb3_object(
-        name, found.attributes, target, capacity=capacity, progress=progress, tell=tell, disk=disk
+        name,
+        found.attributes,
+        target,
+        files=[path],
+        capacity=capacity,
+        progress=progress,
+        tell=tell,
+        disk=disk,
     )
 
 
@@ -125,6 +132,7 @@ def import_sb3_object(
     attributes: Mapping[str, Any],
     target: str | Path,
     *,
+    files: Sequence[Path] = (),
     capacity: int | None = None,
     progress: Progress = no_progress,
     tell: Tell = ignore_notes,
@@ -136,6 +144,7 @@ def import_sb3_object(
         name: What the attributes belong to, for messages.
         attributes: `vars(buffer)`, or the attributes in a pickle.
         target: As in `import_sb3`.
+        files: The file of the attributes, for the lineage; () for a buffer in memory.
         capacity: As in `import_sb3`.
         progress: As in `import_sb3`.
         tell: As in `import_sb3`.
@@ -144,7 +153,8 @@ def import_sb3_object(
     Raises:
         SchemaError, StateError, StorageError, LockedError: As in `import_sb3`.
     """
-    to = Target(local_path(target), capacity, progress, tell, disk or Disk())
+    source = files[0] if files else name
+    to = Target(local_path(target), capacity, progress, tell, disk or Disk(), source, files)
     return fill_store(_SavedBuffer(name, attributes), to)
 
 

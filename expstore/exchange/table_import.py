@@ -30,6 +30,7 @@ from expstore.episodes.segmentation import OPEN
 from expstore.episodes.table import STATUS
 from expstore.errors import ArgumentError, NotFoundError, SchemaError, StorageError
 from expstore.exchange.base import (
+    REGROUPED,
     Imported,
     Progress,
     Tell,
@@ -116,7 +117,8 @@ def import_parquet(
     source, target = local_path(source), local_path(target)
     parts = [ParquetPart(path) for path in parquet_files(source)]
     facts = _read_facts(source / "episodes.parquet", pq.read_table)
-    to = Target(target, capacity, progress, tell, disk or Disk())
+    files = [part.path for part in parts] + ([source / "episodes.parquet"] if facts else [])
+    to = Target(target, capacity, progress, tell, disk or Disk(), source, files)
     return fill_store(_TableRows(parts, facts, names or {}, storage), to)
 
 
@@ -160,7 +162,8 @@ def import_arrow(
     source, target = local_path(source), local_path(target)
     part = ArrowPart(arrow_file(source))
     facts = _read_facts(source / "episodes.arrow", lambda file: pa.ipc.open_file(file).read_all())
-    to = Target(target, capacity, progress, tell, disk or Disk())
+    files = [part.path] + ([source / "episodes.arrow"] if facts else [])
+    to = Target(target, capacity, progress, tell, disk or Disk(), source, files)
     return fill_store(_TableRows([part], facts, names or {}, storage), to)
 
 
@@ -209,7 +212,7 @@ def import_csv(
     """
     source, target = local_path(source), local_path(target)
     parts = [CsvPart(source)]
-    to = Target(target, capacity, progress, tell, disk or Disk())
+    to = Target(target, capacity, progress, tell, disk or Disk(), source, [part.path for part in parts])
     return fill_store(_TableRows(parts, None, names or {}, storage), to)
 
 
@@ -262,7 +265,7 @@ def import_jsonl(
     """
     source, target = local_path(source), local_path(target)
     parts = json_parts(source, names or {})
-    to = Target(target, capacity, progress, tell, disk or Disk())
+    to = Target(target, capacity, progress, tell, disk or Disk(), source, [part.path for part in parts])
     return fill_store(_TableRows(parts, None, names or {}, storage), to)
 
 
@@ -515,6 +518,8 @@ class _TableRows(RowSource):
             self.total = sum(part.rows for part in parts) or int(about.get("rows", 0))
             self.settings = settings_of(about, plan.schema)
         self.schema, self.notes, self.storage = plan.schema, plan.notes, plan.storage
+        if "group_key" in self.settings:
+            self.notes = [*self.notes, REGROUPED]
         self.names = plan.foreign.names if plan.foreign else {}
         self.capacity = about.get("capacity")
         numbered = {"_episode", "_step"} <= set(plan.layout.own)

@@ -18,7 +18,7 @@ import numpy as np
 
 from expstore.core.arguments import check_capacity
 from expstore.core.draw_state import NO_PROGRESS
-from expstore.core.values import Array, IntArray, key_name
+from expstore.core.values import Array, IntArray, Window, key_name
 from expstore.disk.atomic_build import build_atomically
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
@@ -37,6 +37,7 @@ from expstore.storages.engine.open_settings import Settings
 from expstore.storages.factory import open_storage
 from expstore.storages.follower import FollowerStorage
 from expstore.storages.format.layout import ColumnLayout, LayoutName, ask_layout
+from expstore.storages.format.lineage import MERGE, Lineage
 from expstore.storages.format.manifest import Manifest, check_target
 from expstore.storages.format.paths import CHECKSUMS, COLUMNS
 from expstore.storages.format.swap import current_path
@@ -152,7 +153,7 @@ def merge(
                 mode="x", storage="arrow" if "arrow" in kinds else None, on_sigterm="ignore",
                 layout=ask_layout(layout, fields), new_layout=ColumnLayout("auto"),
                 flatten=first.flatten, ndim=first.ndim, **first.key_settings,
-                meta={"merged": [run.facts() for run in runs]},
+                meta={"merged": [run.facts(meta=run.storage.manifest.meta) for run in runs]},
             )  # fmt: skip
             made = open_storage(folder / target.name, capacity, settings=settings, disk=disk)
             try:
@@ -318,10 +319,16 @@ class _Run:
         """Number of episodes that the store ever had."""
         return int(self.numbers["next_episode"]) - 1
 
-    def facts(self) -> dict[str, Any]:
-        """Return what `meta` of the new store says about this store."""
-        manifest = self.storage.manifest
-        return {"name": self.name, "uuid": manifest.uuid, "rows": self.ids.size, "meta": manifest.meta}
+    def facts(self, **more: Any) -> dict[str, Any]:
+        """Return facts about this store for the new store, and more."""
+        return {"name": self.name, "uuid": self.storage.manifest.uuid, "rows": self.ids.size, **more}
+
+    def lineage(self) -> Lineage:
+        """Return the steps of the store, with the ids that its rows get."""
+        lineage = self.storage.manifest.lineage
+        return lineage.move(
+            lambda id: int(np.searchsorted(self.ids, id, side="right")), self.before, self.storage.last
+        )
 
     def check_alone(self) -> None:
         """Raise LockedError if a process has the store open for writing."""
@@ -425,7 +432,11 @@ class _Joined:
         self._runs, self._progress = runs, progress
         self.total = last.before + last.ids.size
         self._skipped = 0 if manifest.capacity is None else max(0, self.total - manifest.capacity)
+        steps = [step for run in runs for step in run.lineage().steps]
+        lineage = Lineage(tuple(sorted(steps, key=lambda step: step.time)))
+        stores = [run.facts(path=str(run.storage.path.absolute())) for run in runs]
         self.manifest = manifest.replace(
+            lineage=lineage.add(MERGE, now_us(), Window(0, self.total), stores=stores),
             capacity=None,
             schema=schema,
             dims=first.storage.manifest.dims,

@@ -61,6 +61,7 @@ INSTEAD: Mapping[str, str] = {
     "set_storage": _MANAGE,
     "dim_extend": _MANAGE,
     "recovered": _MANAGE,
+    "record_lineage": _MANAGE,
     "register_save_hook": _MANAGE,
     "register_load_hook": _MANAGE,
 }
@@ -164,6 +165,7 @@ class LocalOnly:
     set_storage = _refuse("set_storage")
     dim_extend = _refuse_reading("dim_extend")
     recovered = _refuse_reading("recovered")
+    record_lineage = _refuse("record_lineage")
     register_save_hook = _refuse("register_save_hook")
     register_load_hook = _refuse("register_load_hook")
     _storage, _sampler = _Elsewhere(), None

@@ -6,6 +6,7 @@ Used by `expstore.sql.sync` for a query. It decides neither which rows are visib
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -41,11 +42,12 @@ def relations_of(storage: ReadView, window: Window, sql: str) -> Relations:
     from expstore.sql.arrow_values import nullable_text
     from expstore.sql.views import MAY_READ_ROWS, Column, Relations
 
-    schema, draws = storage.schema, None
+    schema, draws, lineage = storage.schema, None, None
     if storage.path is not None and storage.manifest is not None:
         draws = partial(_read_draws, storage.disk, storage.path)
+        lineage = partial(read_lineage, storage, window)
     if schema is None or not MAY_READ_ROWS.search(sql.lower()):
-        return Relations(window=window, draws=draws)
+        return Relations(window=window, draws=draws, lineage=lineage)
     fields = len(schema.fields)
     kinds: list[tuple[Key, str, tuple[int, ...]]] = [
         *((entry.key, entry.dtype, entry.shape) for entry in schema.fields),
@@ -86,7 +88,7 @@ def relations_of(storage: ReadView, window: Window, sql: str) -> Relations:
     names = [column.key[0] for column in found]
     found += [columns[place] for place in range(fields)]
     recent = window.newest(storage.description.window_rows).low
-    return Relations(found, window, storage.capacity, rows=names, recent=recent, draws=draws)
+    return Relations(found, window, storage.capacity, rows=names, recent=recent, draws=draws, lineage=lineage)
 
 
 def _read_draws(disk: Disk, path: Path) -> pa.Table:
@@ -113,6 +115,33 @@ def _read_draws(disk: Disk, path: Path) -> pa.Table:
         ]
         batches.append(pa.table(columns, schema=DRAWS))
     return pa.concat_tables(batches) if batches else DRAWS.empty_table()
+
+
+def read_lineage(storage: ReadView, window: Window) -> pa.Table:
+    """Return the relation `lineage`: by which steps the store got the rows of a window."""
+    import pyarrow as pa
+
+    from expstore.sql.views import LINEAGE
+    from expstore.storages.format.manifest import Manifest
+
+    manifest = storage.manifest
+    if storage.follows and storage.path is not None:  # the writer may have added steps since it was read
+        manifest = Manifest.load(storage.disk, storage.path)
+    found = []
+    for number, step in enumerate(() if manifest is None else manifest.lineage.steps, start=1):
+        last = window.last if step.last is None else step.last
+        here = Window(max(window.low, step.first - 1), min(window.last, last), window.deleted)
+        rows = max(0, here.rows) if step.first else 0
+        if step.last is None and not rows:
+            continue  # a session that has not written rows yet
+        rest = {name: value for name, value in step.facts.items() if name not in LINEAGE.names}
+        found.append(
+            {name: step.facts.get(name) for name in ("program", "git_commit", "dirty", "source")}
+            | {"number": number, "kind": step.kind, "time": step.time, "rows": rows}
+            | {"first_id": step.first or None, "last_id": last or None, "store": step.store}
+            | {"session": step.session, "facts": json.dumps(rest, ensure_ascii=False)}
+        )
+    return pa.Table.from_pylist(found, schema=LINEAGE)
 
 
 def _none(draw: Draw) -> Array:

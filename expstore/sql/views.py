@@ -64,6 +64,24 @@ ANNOTATIONS = pa.schema(
         "number": pa.int64(),
     }
 )
+#: The relation `lineage`.
+LINEAGE = pa.schema(
+    {
+        "number": pa.int64(),
+        "kind": pa.string(),
+        "time": pa.timestamp("us"),
+        "first_id": pa.int64(),
+        "last_id": pa.int64(),
+        "rows": pa.int64(),
+        "store": pa.string(),
+        "session": pa.string(),
+        "program": pa.string(),
+        "git_commit": pa.string(),
+        "dirty": pa.bool_(),
+        "source": pa.string(),
+        "facts": pa.string(),
+    }
+)
 #: The relation `groups`.
 GROUPS = pa.schema(
     {
@@ -168,6 +186,7 @@ class Relations:
         rows: The row columns that `columns` begins with; needed if a field that follows has the name of a row
             column. None: every column with such a name is a row column.
         draws: Reads the relation `draws`; None: it has no rows.
+        lineage: Reads the relation `lineage`; None: it has no rows.
         groups: The relation `groups`; None: it has no rows.
         annotations: Reads the relation `annotations`, with its values or not; None: it has no rows.
     """
@@ -179,6 +198,7 @@ class Relations:
     rows: Collection[str] | None = None
     recent: int = 0
     draws: Callable[[], pa.Table] | None = None
+    lineage: Callable[[], pa.Table] | None = None
     groups: pa.Table | None = None
     annotations: Callable[..., pa.Table] | None = None
 
@@ -196,6 +216,12 @@ class Relations:
             cursor.execute(_FRAGMENTS.format(low=int(self.window.low), high=int(self.window.last)))
         if "draws" in text:
             cursor.register("draws", DRAWS.empty_table() if self.draws is None else self.draws())
+        if "lineage" in text:
+            found = LINEAGE.empty_table() if self.lineage is None else self.lineage()
+            cursor.register("__lineage", found)
+            cursor.execute(
+                "CREATE TEMP VIEW lineage AS SELECT * REPLACE (facts::JSON AS facts) FROM __lineage"
+            )
         if "groups" in text:
             cursor.register("groups", GROUPS.empty_table() if self.groups is None else self.groups)
         if "annotations" in text:

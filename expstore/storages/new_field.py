@@ -6,9 +6,9 @@ Used by storages and `expstore.storages.engine.backfill`. It computes and writes
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from expstore.core.values import Array, IntArray, key_name
 from expstore.errors import NoRowError, SchemaError, StateError
@@ -39,6 +39,7 @@ class NewField:
         specs: The specs of all fields including this one, as `expstore.schema.spec_text` writes them.
         progress: Called with the progress.
         annotations: Of an annotated field, which has no other values: ids of existing rows, and their values.
+        origin: How existing rows got their values, for the lineage, as values that JSON can store.
     """
 
     entry: Field
@@ -49,6 +50,7 @@ class NewField:
     specs: str = ""
     progress: Progress | None = None
     annotations: Iterable[tuple[IntArray, Part]] = ()
+    origin: Mapping[str, Any] = field(default_factory=dict)
 
 
 def check_new_field(storage: ReadView, entry: Field) -> None:

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from expstore.core.values import Ranking, key_name
 from expstore.errors import SchemaError, StateError
@@ -121,6 +121,18 @@ class RowSettings(ReadSettings):
     def _replace(self, description: Description) -> None:
         self._save(description)
         self._describe(description)
+
+    def record_lineage(self, facts: Mapping[str, Any], kind: str | None = None) -> None:
+        """Add facts to the lineage, about the rows that this session writes from now on.
+
+        Args:
+            facts: The facts, as values that JSON can store; None removes one.
+            kind: What the session does, as in `expstore.storages.format.lineage`; None: as before.
+
+        Raises:
+            StateError: The rows are in RAM, where no lineage is kept.
+        """
+        raise StateError("a store in RAM keeps no lineage", hint="open a path: expstore.open(path)")
 
     def _save(self, description: Description) -> None:
         """Store the description beyond this process; in RAM nothing is stored."""

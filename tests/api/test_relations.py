@@ -39,7 +39,7 @@ def test_every_column_can_be_queried(tmp_path: Path, layout: str, read_only: boo
         told = ask(client)
         assert list(told) == [
             "transitions", "recent", "episodes", "fragments", "sources", "priorities", "commits", "draws",
-            "annotations", "groups", "selections", "meta",
+            "annotations", "groups", "selections", "lineage", "meta",
         ]  # fmt: skip
         for name, relation in told.items():
             columns = [column["sql"] for column in relation["columns"]]

@@ -237,11 +237,17 @@ def look(path: Path, mode: Any) -> dict[str, Any]:
             "episodes": rb.sql(
                 "SELECT episode_id, source, length, live_rows, return, status, info FROM episodes ORDER BY 1"
             ).fetchall(),
+            "lineage": rb.sql(
+                "SELECT kind, first_id, last_id, rows, facts->>'policy', facts->>'field' FROM lineage"
+            ).fetchall(),
             "sessions": sorted(map(str, storage.episodes.live_sessions())),
             "settings": (manifest.retain, manifest.specs, manifest.ranking),
         }
         if mode == "a":
             del found["sessions"]  # the session of a writer begins with its first row
+        else:
+            steps = manifest.lineage.steps  # also that of a session without rows, which a writer drops
+            found["policies"] = [step.facts.get("policy") for step in steps]
         return found
 
 
@@ -338,6 +344,9 @@ ACTS: dict[str, Act] = {
     "empty": Act(make(40), lambda rb, _: rb.empty()),
     "columns.add": Act(make(40), lambda rb, _: rb.columns.add("mark", fill=torch.tensor(0.5))),
     "columns.drop": Act(make(40), lambda rb, _: rb.columns.drop("frame")),
+    "record_lineage": Act(
+        make(40), lambda rb, _: rb.record_lineage(policy="b"), lambda rb, _: rb.extend(rows(100, 4))
+    ),
     "set_specs": Act(
         make(40),
         lambda rb, _: rb.set_specs(

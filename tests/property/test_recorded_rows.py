@@ -46,6 +46,8 @@ class Life:
         self.folder, self.path, self.options = folder, folder / "run.exp", dict(KINDS[kind])
         self.best, self.rows, self.copies = kind == "best", 0, 0
         self.known: list[list[float]] = []
+        #: Which call of `record_lineage` was the last one before a row was written, by the row's observation.
+        self.policies: dict[float, int] = {}
         self._open()
 
     def _open(self) -> None:
@@ -73,6 +75,29 @@ class Life:
                 if act not in ("extend", "draw") or not self.best:  # the best rows replace others in place
                     assert now == self.known[place], (act, place)
                 self.known[place] = now
+        self.check_lineage(self.rb)
+
+    def check_lineage(self, rb: Any) -> None:
+        """Each row has exactly one step of the lineage that wrote it, the one in which it was written."""
+        storage, ids = rb.storage, rb.storage.stored.ids()
+        if self.best or not ids.size:
+            return  # the best rows replace others, with other ids
+        steps = rb.sql(
+            "SELECT first_id, last_id, facts->'policy' FROM lineage WHERE kind = 'collect'"
+        ).fetchall()
+        (seen,) = storage.read(ids, [storage.require_schema().place(("observation",))])
+        for id, value in zip(ids.tolist(), seen.reshape(-1).tolist(), strict=True):
+            found = [
+                int(policy) for first, last, policy in steps if first is not None and first <= id <= last
+            ]
+            assert found == [self.policies[value]], (id, value, steps)
+
+    def write(self, rb: Any, number: int) -> None:
+        """Append rows, as written by a policy of their own."""
+        first = self.rows
+        rb.record_lineage(policy=first)
+        rb.extend(self.make_rows(1 + number))
+        self.policies |= dict.fromkeys(map(float, range(first, self.rows)), first)
 
     def make_rows(self, count: int) -> TensorDict:
         seen = torch.arange(self.rows, self.rows + count)[:, None].float()
@@ -82,7 +107,7 @@ class Life:
         return TensorDict({"observation": seen, "score": (seen * 7) % 101, "next": step}, [count])
 
     def extend(self, number: int) -> None:
-        self.rb.extend(self.make_rows(1 + number))
+        self.write(self.rb, number)
 
     def draw(self, number: int) -> None:
         try:
@@ -109,7 +134,7 @@ class Life:
         shutil.copytree(self.path, other)
         writer = {"writer": self.options["writer"]()} if self.best else {}
         with expstore.open(other, batch_size=4, **writer) as rb:
-            rb.extend(self.make_rows(1 + number))
+            self.write(rb, number)
             rb.snapshots.create(self.folder / f"{self.copies}.versions")
         self.extend(number)
         for _ in range(3):
@@ -138,6 +163,7 @@ class Life:
             expstore.merge([self.path], out=out)
             with expstore.open(out, mode="r", batch_size=4) as rb:
                 assert rb.consumers.list() == []
+                self.check_lineage(rb)
         self._open()
 
 

@@ -38,10 +38,11 @@ from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core import tuning
 from expstore.disk.files import _to_error
 from expstore.errors import ExpStoreError
-from expstore.storages.engine import store
+from expstore.storages.engine import opening, store
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.factory import ArrowStorage, ZarrStorage
 from expstore.storages.format.control_page import StatePage
+from expstore.storages.snapshots import restore
 from tests.crash.recording_disk import Event, RecordingDisk
 from tests.support.stores import NoIndex, NoKeeper
 
@@ -78,6 +79,9 @@ class _Host:
                 (socket, "gethostname", lambda: "host"),
                 (store, "Keeper", NoKeeper),
                 (PolicyRunner, "start", lambda runner: None),
+                (opening, "describe_program", lambda: {"program": "life", "git_commit": "0" * 40}),
+                (store, "describe_checkout", dict),
+                (restore, "describe_version", lambda disk, folder: {"source": folder.name}),
                 (tuning, "INDEX_ON_CLOSE", False),
             ):
                 patches.enter_context(patch.object(owner, name, value))

@@ -107,6 +107,8 @@ class MinariReader(Reader):
                 raise SchemaError(f"{self._files.where} contains no episodes")
             self._own = _read_own_fields(self._about, first)
             self._notes = _notes(first, self._own)
+            if (self._about.get("expstore") or {}).get("group_key"):
+                self._notes.append("episodes are in no groups: the data set has none")
 
     def parts(self) -> list[Part]:
         """Return the data set as one part."""

@@ -9,13 +9,13 @@ specs, in expstore.json.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from expstore.core.values import Array, IntArray, Key, cut_run
+from expstore.core.values import Array, IntArray, Key, cut_run, key_name
 from expstore.disk.bulk_files import sync_paths
 from expstore.disk.files import File
 from expstore.errors import SchemaError, StateError, StorageError
@@ -29,6 +29,7 @@ from expstore.storages.description import Description
 from expstore.storages.engine.backfill import Filler, check_droppable, places_without
 from expstore.storages.format.annotation_log import Part
 from expstore.storages.format.layout import ColumnLayout, refuse_objects
+from expstore.storages.format.lineage import ADD_COLUMN
 from expstore.storages.format.manifest import MANIFEST, Manifest
 from expstore.storages.format.paths import CHECKSUMS, COLUMNS
 from expstore.storages.format.swap import TEMPORARY, Swap, finish_swap
@@ -93,16 +94,18 @@ class StoredFields:
                         filler.finish()
                     with self._act_at_once():
                         building.sync()
-                        self._add(schema, building, new_field.specs)
+                        self._add(schema, building, new_field)
 
-    def _add(self, schema: Schema, building: _Building, specs: str) -> None:
+    def _add(self, schema: Schema, building: _Building, new_field: NewField) -> None:
         group, column, place = self._columns(), building.column, len(schema.fields) - 1
         path = self._store.path / building.name
         if self._store.disk.exists(path):
             raise StateError(f"{path} is in the way: it is not a column of the store", hint="move it away")
         sums = self._checksums().rearrange([*range(place), -1, *range(place, len(group.summed))], column)
         swap = Swap(added=(building.name,), replaced=(CHECKSUMS,))
-        manifest = self._commit(swap, schema, specs, sums, built=building.about, folders=building.folders)
+        manifest = self._commit(
+            swap, schema, new_field.specs, sums, building.about, building.folders, new_field
+        )
         building.take_place()
         self._finish(manifest, group.with_column(place, column))
 
@@ -120,7 +123,8 @@ class StoredFields:
         folder = (self._store.path / COLUMNS).joinpath(*entry.key)
         column = AnnotatedColumn(entry, group.require_annotations(), folder)
         sums = self._checksums().rearrange([*range(place), -1, *range(place, len(group.summed))], column)
-        manifest = self._commit(Swap(replaced=(CHECKSUMS,)), schema, new_field.specs, sums)
+        swap = Swap(replaced=(CHECKSUMS,))
+        manifest = self._commit(swap, schema, new_field.specs, sums, new_field=new_field)
         self._finish(manifest, group.with_column(place, column))
 
     def annotate(
@@ -234,9 +238,9 @@ class StoredFields:
         schema: Schema,
         specs: str,
         sums: bytes,
-        *,
         built: Iterable[Path] = (),
         folders: Iterable[Path] = (),
+        new_field: NewField | None = None,
     ) -> Manifest:
         """Commit the change on disk; return the new content of expstore.json.
 
@@ -247,11 +251,16 @@ class StoredFields:
             sums: Content of the file `checksums` afterwards.
             built: Files in `swap.tmp` that are not synced yet.
             folders: Folders in `swap.tmp` that are not synced yet.
+            new_field: The field that is added, for the lineage.
         """
         store, disk, path = self._store, self._store.disk, self._store.path
         manifest = store.manifest.replace(
             schema=schema, specs=specs, column_set=store.manifest.column_set + 1
         )
+        if new_field is not None:
+            facts = {"field": key_name(new_field.entry.key), **new_field.origin}
+            step = manifest.lineage.add(ADD_COLUMN, now_us(), store.stored, manifest.uuid, **facts)
+            manifest = manifest.replace(lineage=step)
         temporary = path / TEMPORARY
         disk.make_dir(temporary)
         disk.put(temporary / MANIFEST, manifest.pack())
@@ -384,6 +393,15 @@ class StoreSettings(RowSettings):
         super().check(schema)
         if self._storage.ranking is not None and schema.variable:
             raise _no_ranking_of(schema)
+
+    def record_lineage(self, facts: Mapping[str, Any], kind: str | None = None) -> None:
+        """Add facts to the lineage; see `RowSettings.record_lineage`."""
+        store = self._storage
+        with store.lock:
+            store.writer()
+            lineage = store.manifest.lineage.note(now_us(), store.last, facts, kind)
+            if lineage != store.manifest.lineage:
+                self._save_manifest(store.manifest.replace(lineage=lineage))
 
     def _save(self, description: Description) -> None:
         store = self._storage

@@ -20,6 +20,7 @@ from expstore.core.draw_state import DrawState
 from expstore.core.lock_order import LockOrder
 from expstore.core.values import IntArray, Window
 from expstore.disk.files import Disk, File
+from expstore.disk.program import describe_program
 from expstore.disk.threads import Threads
 from expstore.episodes.log import EpisodeLog, LogEntry
 from expstore.episodes.table import EpisodeTable
@@ -40,6 +41,7 @@ from expstore.storages.format.chunk_encoding import Packing
 from expstore.storages.format.control_page import PAGE
 from expstore.storages.format.draw_log import cut_logs
 from expstore.storages.format.journal import Journal, no_records, read_journal, settle_journal
+from expstore.storages.format.lineage import COLLECT, Step
 from expstore.storages.format.manifest import MANIFEST, Manifest
 from expstore.storages.format.paths import CHECKSUMS, COLUMNS, JOURNAL, LOG
 from expstore.storages.format.records import Publish, Redo, load_redo
@@ -208,7 +210,13 @@ class Opening:
             if past is not None:
                 find = None if past.clean else partial(find_changed_ids, past, self._load_redo)
                 row_changes.recover(sequence, find, rows.stored)
-            manifest = former.replace(generation=former.generation + 1, deleted=rows.stored.deleted)
+            session = rows.episodes.session.id
+            step = Step(COLLECT, now_us(), store=former.uuid, session=session, facts=describe_program())
+            manifest = former.replace(
+                generation=former.generation + 1,
+                deleted=rows.stored.deleted,
+                lineage=former.lineage.begin(step, rows.last),
+            )
             if cut:  # the index does not know that these episodes have ended
                 rows.note_content((manifest.generation, sequence + 1))
             if first:

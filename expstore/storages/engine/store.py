@@ -29,6 +29,7 @@ from expstore.core.values import Array, IntArray, cut_run
 from expstore.disk.checkpointed import Pin
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
+from expstore.disk.program import describe_checkout
 from expstore.episodes.log import NewFacts
 from expstore.episodes.sessions import End, Resume
 from expstore.errors import ExpStoreError, SchemaError, StateError, StorageError
@@ -481,6 +482,16 @@ class Store(Storage):
             manifest.save(self.disk, self.path)
         self.manifest = manifest
 
+    def _complete_lineage(self) -> None:
+        """Record what git has said about the program since the store was opened, if it has written rows."""
+        former, facts = self.manifest.lineage, describe_checkout()
+        lineage = former.complete(self.episodes.session.id, self.last, facts) if facts else former
+        if lineage != former:
+            manifest = self.manifest.replace(lineage=lineage)
+            with contextlib.suppress(StorageError):  # the rows have to be closed all the same
+                manifest.save(self.disk, self.path)
+                self.manifest = manifest
+
     @property
     def settings(self) -> StoreSettings:
         """Settings of the rows: their ranking, their specs, and whether samples are counted."""
@@ -824,6 +835,7 @@ class Store(Storage):
             self.background.stop()
             try:
                 if self.can_write:
+                    self._complete_lineage()
                     end_sessions(self, [self.episodes.session])
                     closed = self._finish()
             finally:

@@ -38,6 +38,7 @@ from expstore.errors import (
 )
 from expstore.schema.field_roles import Keys, find_keys
 from expstore.schema.schema import Schema
+from expstore.storages.format.lineage import NO_STEPS, Lineage
 
 #: The format that is written. The library reads this format, and older formats that `UPGRADES` can convert to
 #: it; it refuses all others.
@@ -99,6 +100,7 @@ class Manifest:
         retain: Which rows are kept, in the form of `expstore.core.retention_policy`; {}: all of them.
         keyed: Whether rows were written under idempotency keys.
         window: How many of the newest rows samplers see in a store without a capacity; None: all of them.
+        lineage: By which steps the store got its rows.
     """
 
     uuid: str
@@ -130,6 +132,7 @@ class Manifest:
     retain: dict[str, Any] = field(default_factory=dict)
     keyed: bool = False
     window: int | None = None
+    lineage: Lineage = NO_STEPS
 
     @property
     def geometry(self) -> RingGeometry:
@@ -181,6 +184,7 @@ class Manifest:
         data["schema"] = self.schema.to_json() if self.schema else None
         data["ranking"] = dataclasses.asdict(self.ranking) if self.ranking else None
         data["specs"] = json.loads(self.specs) if self.specs else None
+        data["lineage"] = self.lineage.to_text() if self.lineage.steps else None
         for name in _OPTIONAL:
             if data[name] is None:
                 del data[name]
@@ -312,6 +316,7 @@ def _values_of(data: dict[str, Any]) -> dict[str, Any]:
         "dims": tuple(map(int, data["dims"])),
         "ranking": Ranking(to_key(ranked["key"]), ranked["reduction"]) if ranked else None,
         "specs": json.dumps(specs, separators=(",", ":")) if specs else "",
+        "lineage": Lineage.from_text(data["lineage"] or "[]"),
     }
 
 
@@ -330,7 +335,7 @@ def _is_uuid(value: Any) -> bool:
 
 
 #: Settings that expstore.json has only if they are set.
-_OPTIONAL = ("window", "group_key", "group_size")
+_OPTIONAL = ("window", "group_key", "group_size", "lineage")
 #: What the values of expstore.json may be, by key; the schema, gaps and specs have parsers of their own.
 _CHECKS: dict[str, Callable[[Any], bool]] = {
     "uuid": _is_uuid,
@@ -368,6 +373,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
         or (isinstance(value, dict) and _is_key(value["key"]) and isinstance(value["reduction"], str))
     ),
     "specs": lambda value: value is None or isinstance(value, dict),
+    "lineage": lambda value: value is None or isinstance(value, str),
     "compression": lambda value: value in (None, "lz4", "zstd"),
 }
 

@@ -14,14 +14,16 @@ import numpy as np
 
 from expstore.core.geometry import RingGeometry, round_up
 from expstore.core.id_set import NO_IDS
-from expstore.core.values import Array, IntArray, Ranking
+from expstore.core.values import Array, IntArray, Ranking, Window
 from expstore.episodes.log import LogEntry
 from expstore.errors import StateError
 from expstore.schema.ranking import rank_rows
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.storages.base import Storage
+from expstore.storages.batch import now_us
 from expstore.storages.columns.annotated import Annotations
 from expstore.storages.columns.checksums import BlockCheck
+from expstore.storages.format.lineage import RESIZE
 from expstore.storages.format.manifest import Manifest
 from expstore.storages.snapshots.capture import base_of, manifest_of
 from expstore.storages.snapshots.restore import STEP_BYTES, Arrival
@@ -151,6 +153,7 @@ class _Newest(Arrival):
         last, low = storage.last, self._own.low
         low = low if capacity is None else max(low, last - capacity)
         manifest = _manifest_for(storage, self._own.manifest, capacity)
+        manifest = _move_steps(manifest, storage, lambda id: min(max(id - low, 0), last - low), low)
         numbers: dict[str, Any] = {"low": low, "count": last - low, "id_shift": 0, "episode_shift": 0}
         super().__init__(self._own, manifest, storage.episodes.session, **numbers)
 
@@ -188,6 +191,8 @@ class _Best(Arrival):
         self._own, self._progress = _Own.of(storage, sums), progress
         self._kept = _best_ids(storage, ranking, capacity)
         manifest = _manifest_for(storage, self._own.manifest, capacity).replace(deleted=NO_IDS)
+        kept, last = self._kept, storage.last
+        manifest = _move_steps(manifest, storage, lambda id: int(np.searchsorted(kept, id, "right")), last)
         numbers: dict[str, Any] = {
             "low": 0,
             "count": self._kept.size,
@@ -230,6 +235,20 @@ def _best_ids(storage: Storage, ranking: Ranking, count: int) -> IntArray:
     order = np.argsort(-np.concatenate(found), kind="stable")
     kept: IntArray = np.sort(ids[order[:count]])
     return kept
+
+
+def _move_steps(manifest: Manifest, storage: Storage, count: Callable[[int], int], base: int) -> Manifest:
+    """Return the manifest with the ids that the rows of its lineage get, and with this step.
+
+    Args:
+        manifest: The manifest of the store afterwards.
+        storage: The store's storage.
+        count: Returns how many of the rows up to an id remain.
+        base: The id before the first one of the rows that remain.
+    """
+    window, facts = Window(base, base + count(storage.last)), {"capacity": manifest.capacity}
+    steps = manifest.lineage.move(count, base, storage.last)
+    return manifest.replace(lineage=steps.add(RESIZE, now_us(), window, manifest.uuid, **facts))
 
 
 def _manifest_for(storage: Storage, own: Manifest, capacity: int | None) -> Manifest:

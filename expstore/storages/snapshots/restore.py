@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from expstore.core.geometry import round_up
-from expstore.core.values import Array, IntArray, cut_run, key_name
+from expstore.core.values import Array, IntArray, Window, cut_run, key_name
 from expstore.disk.bulk_files import sync_paths
 from expstore.disk.files import Disk
 from expstore.disk.threads import Threads
@@ -41,6 +41,7 @@ from expstore.storages.columns.flat import FlatColumn
 from expstore.storages.columns.sample_counts_column import SampledColumn, find_sampled
 from expstore.storages.format.journal import ALIGN, Journal, Kind, read_journal
 from expstore.storages.format.layout import ColumnLayout, layout_of
+from expstore.storages.format.lineage import RESTORE
 from expstore.storages.format.manifest import MANIFEST, Manifest
 from expstore.storages.format.paths import (
     ANNOTATIONS,
@@ -55,6 +56,7 @@ from expstore.storages.format.renumbering import Renumbering
 from expstore.storages.format.swap import TEMPORARY, Swap, is_half_replaced
 from expstore.storages.snapshot_access import SnapshotAccess
 from expstore.storages.snapshots.capture import manifest_of
+from expstore.storages.snapshots.catalog import Version
 from expstore.storages.snapshots.common_rows import CommonRows
 
 #: What belongs to the content of a store, besides expstore.json.
@@ -191,6 +193,12 @@ class Content:
         return [join_parts([column.part(slot, n) for slot, _, n in pieces]) for column in columns]
 
 
+def describe_version(disk: Disk, folder: Path) -> dict[str, Any]:
+    """Return what the lineage says about a snapshot that is restored."""
+    version = Version.load(disk, folder)
+    return {"source": str(folder.absolute()), "version": version.number, "tag": version.tag}
+
+
 def join_parts(parts: Sequence[Any]) -> Any:
     """Concatenate the parts of a column."""
     if isinstance(parts[0], np.ndarray):
@@ -322,10 +330,14 @@ class Arrival:
                 both = math.lcm(step, slots)
                 step = both if both <= _FURTHEST else step
             shift = round_up(shift, step)
+        steps = content.manifest.lineage.move(lambda id: min(max(id - low, 0), last - low), low + shift, last)
         table = storage.episodes
         return cls(
             content,
-            manifest.replace(deleted=content.manifest.deleted.shift(shift)),
+            manifest.replace(
+                deleted=content.manifest.deleted.shift(shift),
+                lineage=own.lineage.adopt(steps, storage.last, own.uuid),
+            ),
             table.session,
             low=low,
             count=last - low,
@@ -494,8 +506,13 @@ class ContentAccess(SnapshotAccess):
         super().__init__(storage, check)
         self._convert = convert
 
-    def restore(self, folder: Path) -> None:
+    def restore(self, folder: Path, kind: str = RESTORE, **facts: Any) -> None:
         """Replace the content by that of the snapshot in a folder.
+
+        Args:
+            folder: The snapshot's folder.
+            kind: The kind of step that the lineage gets.
+            facts: What the step says; by default the path, number and tag of the snapshot.
 
         Raises:
             SchemaError: The storage has other fields.
@@ -503,7 +520,12 @@ class ContentAccess(SnapshotAccess):
             StateError: The storage is closed, or cannot be written.
         """
         storage = self._storage.writer()
-        content: ContentLike = read_content(storage.disk, folder)
+        content = read_content(storage.disk, folder)
+        facts = facts or describe_version(storage.disk, folder)
+        manifest = content.manifest
+        window = Window(content.low, content.base["last"])
+        lineage = manifest.lineage.add(kind, now_us(), window, uuid=manifest.uuid, **facts)
+        content = dataclasses.replace(content, manifest=manifest.replace(lineage=lineage))
         self.adopt(content if self._convert is None else self._convert(content))
 
     @abstractmethod

@@ -18,6 +18,7 @@ from expstore.disk.files import Disk
 from expstore.errors import CorruptionError, MigrationError, NotFoundError, StorageError
 from expstore.schema.schema import Field, Schema
 from expstore.storages.format import manifest
+from expstore.storages.format.lineage import Lineage, Step
 from expstore.storages.format.manifest import MANIFEST, Manifest
 
 FULL = Manifest(
@@ -50,6 +51,7 @@ FULL = Manifest(
     retain={"bytes": 10},
     keyed=True,
     window=500,
+    lineage=Lineage((Step("collect", 3, 1, None, "c" * 32, "session", {"program": "größer.py"}),)),
 )
 BARE = Manifest(uuid="a" * 32, generation=0, storage="zarr", capacity=None, spare=0, seed=0, created=0.0)
 
