@@ -39,6 +39,10 @@ _COMMON = 3.0
 _EVENT = 0.5
 #: Episodes are copies if at least this share of their hashes is equal.
 _ALIKE = 0.75
+#: A median absolute deviation times this is the standard deviation of normal numbers.
+_ROBUST = 1.4826
+#: The variance of the median of n normal numbers is their variance times this, divided by n.
+_MEDIAN = np.pi / 2
 #: Windows of which medians are computed at once.
 _WINDOWS = 4096
 
@@ -138,22 +142,23 @@ def rank(episodes: Episodes) -> list[Oddness]:
         return []
     measures, raw, copied = _build_table(episodes)
     scales = [SCALES.get(one.name, Scale()) for one in measures]
-    low, grouped = (np.array([getattr(one, name) for one in scales]) for name in ("low", "groups"))
+    floor, part, low, grouped = (
+        np.array([getattr(one, name) for one in scales]) for name in ("floor", "part", "low", "groups")
+    )
     values, offset = _take_logs(raw, scales)
-    middle, deviation, robust = _compare(values, scales)
+    middle, deviation = _compare(values, floor, part)
     away = values - middle
     counted = ~_find_events(measures, raw)
     score, at, by = np.full(count, -1.0), np.zeros(count, int), np.zeros(count, int)
     shift = {"episode": away}
-    distances = {}
+    distances: dict[str, Floats] = {}
     for name, labels in (("source", episodes.source), ("version", episodes.version)):
         groups = _find_groups(labels, copied < 0)
-        around, spread, usual = _group_medians(away, groups)
+        shift[name], noise, whole = _compare_groups(away, groups, floor)
+        distances[name] = np.where(grouped, shift[name] / noise, 0.0)
         if name == "source":
-            own = away - np.where(grouped, usual, 0.0)
-            distances["episode"] = np.where(np.abs(own) < np.abs(away), own, away) / deviation
-        noise = np.sqrt(np.pi / 2 * robust**2 / _AROUND + spread**2)
-        shift[name], distances[name] = around, np.where(grouped, around / noise, 0.0)
+            own = away - np.where(grouped, whole, 0.0)
+    distances["episode"] = np.where(np.abs(own) < np.abs(away), own, away) / deviation
     for number, distance in enumerate(distances.values()):
         distance = np.where(counted & ~np.isnan(distance), np.where(low, np.abs(distance), distance), 0.0)
         top = distance.argmax(1)
@@ -281,25 +286,24 @@ def _take_logs(raw: Floats, scales: Sequence[Scale]) -> tuple[Floats, Floats]:
         return np.where([one.log for one in scales], np.log(raw + offset), raw), offset
 
 
-def _compare(values: Floats, scales: Sequence[Scale]) -> tuple[Floats, Floats, Floats]:
+def _compare(values: Floats, floor: Floats, part: Floats) -> tuple[Floats, Floats]:
     """Compare episodes with those around them.
 
     Returns:
-        Of the peers of each episode the median, the deviation, and the deviation without what is common.
-        Shapes `(n, measures)`.
+        The median and the deviation of the peers of each episode; a larger one if there are few. Shapes
+        `(n, measures)`.
     """
-    middle, deviation, robust = (np.empty_like(values) for _ in range(3))
-    floor, part = (np.array([getattr(one, name) for one in scales]) for name in ("floor", "part"))
+    middle, deviation = np.empty_like(values), np.empty_like(values)
     for here, near in _blocks(len(values)):
         peers = values[near]
         middle[here] = center = _quantile(peers, 0.5)
         away = np.abs(peers - center)
-        middling = np.maximum(floor, 1.4826 * _quantile(away, 0.5))
+        middling = np.maximum(floor, _ROBUST * _quantile(away, 0.5))
         squares = np.nan_to_num(away) ** 2
         common = np.maximum(part * np.sqrt(squares.mean(0)), _quantile(away, 0.75) / _COMMON)
-        robust[here], deviation[here] = middling, np.maximum(middling, common)
-    robust[robust == 0], deviation[deviation == 0] = np.inf, np.inf
-    return middle, deviation, robust
+        deviation[here] = np.maximum(middling, common) * (1 + _FEW / len(peers))
+    deviation[deviation == 0] = np.inf
+    return middle, deviation
 
 
 def _blocks(count: int) -> Iterator[tuple[slice, slice]]:
@@ -326,32 +330,42 @@ def _find_groups(labels: Sequence[object], counted: NDArray[np.bool_]) -> list[I
     return [np.array(one) for label, one in groups.items() if len(one) >= _FEW and label is not None]
 
 
-def _group_medians(away: Floats, groups: Sequence[IntArray]) -> tuple[Floats, Floats, Floats]:
-    """Compute medians in groups of episodes.
+def _compare_groups(away: Floats, groups: Sequence[IntArray], floor: Floats) -> tuple[Floats, Floats, Floats]:
+    """Compare groups of episodes with the episodes of other groups around the same time.
 
     Args:
         away: Distances from the peers. Shape `(n, measures)`.
         groups: The groups. Shapes `(m,)`.
+        floor: The smallest deviations of the measures. Shape `(measures,)`.
 
     Returns:
-        The median of the episodes of the group around each, the robust deviation of the medians of groups,
-        and the median of the whole group of each. Zeros without groups to compare. Shapes `(n, measures)`,
-        `(measures,)`, `(n, measures)`.
+        How far the median of the episodes of the group around each is from that of the peers, the deviation
+        of such medians by chance and between groups, and the median of the whole group. All are 0, and the
+        deviation 1, without groups to compare. Shapes `(n, measures)`.
     """
-    near, whole = np.zeros_like(away), np.zeros_like(away)
+    near, noise, whole = np.zeros_like(away), np.ones_like(away), np.zeros_like(away)
     if len(groups) < _FEW_GROUPS:
-        return near, np.zeros(away.shape[1]), whole
-    usual = np.stack([_quantile(away[group], 0.5) for group in groups])
-    for group, median in zip(groups, usual, strict=True):
-        whole[group] = median
-        windows = np.lib.stride_tricks.sliding_window_view(away[group], min(_AROUND, len(group)), axis=0)
+        return near, noise, whole
+    size = np.full((len(away), 1), _AROUND)
+    for group in groups:
+        whole[group] = _quantile(away[group], 0.5)
+        size[group] = count = min(_AROUND, len(group))
+        windows = np.lib.stride_tricks.sliding_window_view(away[group], count, axis=0)
         medians = np.concatenate([
             _quantile(np.moveaxis(windows[start : start + _WINDOWS], -1, 0), 0.5)
             for start in range(0, len(windows), _WINDOWS)
         ])  # fmt: skip
-        first = np.clip(np.arange(len(group)) - _AROUND // 2, 0, len(medians) - 1)
-        near[group] = medians[first]
-    return near, 1.4826 * _quantile(np.abs(usual - _quantile(usual, 0.5)), 0.5), whole
+        near[group] = medians[np.clip(np.arange(len(group)) - count // 2, 0, len(medians) - 1)]
+    shift, within = np.empty_like(away), np.empty_like(away)
+    for here, peers in _blocks(len(away)):
+        shift[here] = near[here] - _quantile(near[peers], 0.5)
+        within[here] = np.maximum(floor, _ROBUST * _quantile(np.abs(away[peers] - near[peers]), 0.5))
+    within[within == 0] = np.inf
+    usual = np.stack([whole[group[0]] for group in groups])
+    spread = _ROBUST * _quantile(np.abs(usual - _quantile(usual, 0.5)), 0.5)
+    chance = np.stack([_MEDIAN * _quantile(within[group], 0.5) ** 2 / len(group) for group in groups])
+    between = np.maximum(0.0, spread**2 - _quantile(chance, 0.5))
+    return shift, np.sqrt(_MEDIAN * within**2 / size + between), whole
 
 
 def _quantile(values: Floats, share: float) -> Floats:
