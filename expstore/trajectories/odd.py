@@ -154,7 +154,7 @@ def rank(episodes: Episodes) -> list[Oddness]:
     distances: dict[str, Floats] = {}
     for name, labels in (("source", episodes.source), ("version", episodes.version)):
         groups = _find_groups(labels, copied < 0)
-        shift[name], noise, whole = _compare_groups(away, groups, floor)
+        shift[name], noise, whole = _compare_groups(away, groups, floor, name == "version")
         distances[name] = np.where(grouped, shift[name] / noise, 0.0)
         if name == "source":
             own = away - np.where(grouped, whole, 0.0)
@@ -330,18 +330,22 @@ def _find_groups(labels: Sequence[object], counted: NDArray[np.bool_]) -> list[I
     return [np.array(one) for label, one in groups.items() if len(one) >= _FEW and label is not None]
 
 
-def _compare_groups(away: Floats, groups: Sequence[IntArray], floor: Floats) -> tuple[Floats, Floats, Floats]:
+def _compare_groups(
+    away: Floats, groups: Sequence[IntArray], floor: Floats, lasting: bool
+) -> tuple[Floats, Floats, Floats]:
     """Compare groups of episodes with the episodes of other groups around the same time.
 
     Args:
         away: Distances from the peers. Shape `(n, measures)`.
         groups: The groups. Shapes `(m,)`.
         floor: The smallest deviations of the measures. Shape `(measures,)`.
+        lasting: Whether a group is odd as a whole, if it differs by more than groups usually do. If not,
+            it is odd at times when it differs by more than at its most usual time.
 
     Returns:
         How far the median of the episodes of the group around each is from that of the peers, the deviation
-        of such medians by chance and between groups, and the median of the whole group. All are 0, and the
-        deviation 1, without groups to compare. Shapes `(n, measures)`.
+        of such medians, and the median of the whole group. All are 0, and the deviation 1, without groups to
+        compare. Shapes `(n, measures)`.
     """
     near, noise, whole = np.zeros_like(away), np.ones_like(away), np.zeros_like(away)
     if len(groups) < _FEW_GROUPS:
@@ -361,10 +365,18 @@ def _compare_groups(away: Floats, groups: Sequence[IntArray], floor: Floats) -> 
         shift[here] = near[here] - _quantile(near[peers], 0.5)
         within[here] = np.maximum(floor, _ROBUST * _quantile(np.abs(away[peers] - near[peers]), 0.5))
     within[within == 0] = np.inf
-    usual = np.stack([whole[group[0]] for group in groups])
-    spread = _ROBUST * _quantile(np.abs(usual - _quantile(usual, 0.5)), 0.5)
-    chance = np.stack([_MEDIAN * _quantile(within[group], 0.5) ** 2 / len(group) for group in groups])
-    between = np.maximum(0.0, spread**2 - _quantile(chance, 0.5))
+    between: Floats = np.zeros(away.shape[1])
+    if lasting:
+        usual = np.stack([whole[group[0]] for group in groups])
+        spread = _ROBUST * _quantile(np.abs(usual - _quantile(usual, 0.5)), 0.5)
+        chance = np.stack([_MEDIAN * _quantile(within[group], 0.5) ** 2 / len(group) for group in groups])
+        between = np.maximum(0.0, spread**2 - _quantile(chance, 0.5))
+    else:
+        for group in groups:
+            own = shift[group]
+            best = np.nan_to_num(np.abs(own), nan=np.inf).argmin(0)
+            moved = own - np.take_along_axis(own, best[None], axis=0)
+            shift[group] = np.where(np.abs(moved) < np.abs(own), moved, own)
     return shift, np.sqrt(_MEDIAN * within**2 / size + between), whole
 
 
@@ -372,6 +384,6 @@ def _quantile(values: Floats, share: float) -> Floats:
     """Return a quantile along the first axis, among the values that are not NaN; NaN if all are."""
     ordered = np.sort(values, axis=0)
     count = len(values) - np.isnan(values).sum(0)
-    place = np.maximum(0, np.rint(share * (count - 1))).astype(np.int64)
+    place = np.maximum(0, np.floor(share * (count - 1))).astype(np.int64)
     found: Floats = np.take_along_axis(ordered, place[None], axis=0)[0]
     return found

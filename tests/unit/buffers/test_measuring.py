@@ -126,14 +126,14 @@ def test_open_episodes_are_not_measured_and_longer_ones_again(rb: Any) -> None:
 
 
 def test_own_measures(rb: Any) -> None:
-    fill(rb, count=40)
+    fill(rb, count=80)
     rb.episodes.measure()
 
     def effort(columns: Any) -> float:
         assert set(columns) >= {"joints", "next.joints", "camera", "next.terminated"}
         return float("nan") if len(columns["action"]) % 2 else np.abs(columns["action"]).mean() * 50
 
-    assert rb.episodes.measure({"effort": effort}).episodes == 40
+    assert rb.episodes.measure({"effort": effort}).episodes == 80
     assert rb.episodes.measure({"effort": effort}).episodes == 0
     found = measures_of(rb)
     assert all((facts["effort"] is None) == bool(facts["length"] % 2) for facts in found.values())

@@ -130,7 +130,7 @@ def test_copies_refer_to_the_first() -> None:
 def test_a_source_whose_episodes_are_all_a_little_odd() -> None:
     rng = np.random.default_rng(2)
     changed = (np.arange(COUNT) % 4 == 2) & (np.arange(COUNT) >= 140)
-    length = np.where(changed, rng.integers(8, 25, COUNT), rng.integers(20, 90, COUNT))
+    length = np.where(changed, rng.integers(30, 50, COUNT), rng.integers(50, 80, COUNT))
     found = rank(make_episodes(length=length))
     odd = scores(found) >= THRESHOLD
     assert odd[changed].mean() > 0.9
