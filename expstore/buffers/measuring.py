@@ -32,8 +32,8 @@ from expstore.trajectories.measures import (
     Spans,
     equals_previous,
     find_breaks,
-    find_gaps,
     find_not_finite,
+    find_pauses,
     fingerprint,
     measure_signal,
 )
@@ -188,7 +188,7 @@ class Meter:
         stored = dict(zip(fields.small, columns, strict=False))
         small = {name: _widen(schema.fields[fields.small[name]], rows) for name, rows in stored.items()}
         whole = {
-            "gap": find_gaps(columns[-1], spans),
+            "pause": find_pauses(columns[-1], spans),
             "not_finite": spans.shares(find_not_finite(small.values(), spans)),
         }
         if fields.pairs:
@@ -312,7 +312,7 @@ class Meter:
         schema = self._storage.require_schema()
         fields = _Fields.of(schema, self._storage.keys)
         places = {
-            "gap": [len(schema.fields) + _TIME],
+            "pause": [len(schema.fields) + _TIME],
             "breaks": [place for one, after in fields.pairs.items() for place in (fields.small[one], after)],
             "not_finite": list(fields.small.values()),
         }.get(odd.measure.name, [])

@@ -143,12 +143,12 @@ def find_breaks(pairs: Iterable[tuple[Array, Array]], spans: Spans) -> NDArray[n
     return marks
 
 
-def find_gaps(times: IntArray, spans: Spans) -> Floats:
+def find_pauses(times: IntArray, spans: Spans) -> Floats:
     """Return the longest time between two steps of each episode in seconds; `times` are microseconds."""
     steps = np.diff(times, prepend=times[:1])
     steps[spans.starts] = 0
-    gaps: Floats = np.maximum.reduceat(steps, spans.starts) / 1e6
-    return gaps
+    pauses: Floats = np.maximum.reduceat(steps, spans.starts) / 1e6
+    return pauses
 
 
 def fingerprint(columns: Sequence[Array], spans: Spans) -> list[str]:

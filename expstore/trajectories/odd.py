@@ -33,6 +33,8 @@ _BLOCK, _BLOCKS = 64, 2
 _AROUND = 25
 #: Sources and versions with fewer episodes are not compared; fewer of them do not tell which one is odd.
 _FEW, _FEW_GROUPS = 8, 3
+#: The distance of a source or version counts this much: one that is odd by chance would make 25 episodes odd.
+_CAUTION = 0.8
 #: A deviation that a quarter of the peers exceed counts at most this much.
 _COMMON = 3.0
 #: A value that stands still in more steps than this is an event, such as a gripper: its jumps are usual.
@@ -79,7 +81,7 @@ SCALES: Mapping[str, Scale] = {
     "change": Scale(0.1, 1 / 3, low=False, log=True),
     "jump": Scale(0.1, 1 / 3, low=False, log=True),
     "not_finite": Scale(0.001, 1 / 3, low=False),
-    "gap": Scale(0.5, low=False, log=True),
+    "pause": Scale(0.5, low=False, log=True),
     "breaks": Scale(0.15, 1 / 3, low=False),
     "short": Scale(0.1, 1 / 3, low=False, groups=False),
     "copy": Scale(0.1, 1 / 3, low=False, groups=False),
@@ -155,7 +157,7 @@ def rank(episodes: Episodes) -> list[Oddness]:
     for name, labels in (("source", episodes.source), ("version", episodes.version)):
         groups = _find_groups(labels, copied < 0)
         shift[name], noise, whole = _compare_groups(away, groups, floor, name == "version")
-        distances[name] = np.where(grouped, shift[name] / noise, 0.0)
+        distances[name] = np.where(grouped, _CAUTION * shift[name] / noise, 0.0)
         if name == "source":
             own = away - np.where(grouped, whole, 0.0)
     distances["episode"] = np.where(np.abs(own) < np.abs(away), own, away) / deviation
@@ -182,8 +184,8 @@ def locate(rows: Any, odd: Oddness) -> tuple[int, int] | None:
     """Return the first and the last row of an episode that show what is odd; None if all do.
 
     Args:
-        rows: The measured field. Shape `(steps, ...)`. Times of the steps for "gap"; whether each step breaks
-            for "breaks"; whether each has a value that is not finite for "not_finite".
+        rows: The measured field. Shape `(steps, ...)`. Times of the steps for "pause"; which steps break for
+            "breaks"; which have a value that is not finite for "not_finite".
         odd: What is odd.
     """
     values = np.asarray(rows).reshape(len(rows), -1)
@@ -197,7 +199,7 @@ def locate(rows: Any, odd: Oddness) -> tuple[int, int] | None:
         edges = np.flatnonzero(~same)
         longest = int(np.argmax(np.diff(edges)))
         return int(edges[longest]), int(edges[longest + 1]) - 1
-    if odd.measure.name in ("jump", "gap"):
+    if odd.measure.name in ("jump", "pause"):
         with np.errstate(invalid="ignore", over="ignore"):
             steps = np.linalg.norm(np.diff(values.astype(np.float64), axis=0), axis=1)
         step = int(np.argmax(np.nan_to_num(steps, posinf=0.0))) + 1 if len(steps) else 0
@@ -234,7 +236,7 @@ def describe(odd: Oddness, length: int, status: str, where: tuple[int, int] | No
         "change": f"{name} changes by {value:.4g} a step; usually by {usual:.4g}",
         "jump": f"{name} jumps by {value:.4g}{at}; usually by {usual:.4g} at most",
         "not_finite": f"a value is NaN or infinite in {value:.1%} of the steps, first{at}",
-        "gap": f"{value:.3g} s pass between two steps{at}; usually {usual:.3g} s at most",
+        "pause": f"{value:.3g} s pass between two steps{at}; usually {usual:.3g} s at most",
         "breaks": f"{value:.0f} steps do not begin with the next observation before, first{at}",
     }
     return texts.get(kind, f"{kind} {value:.4g}; usually {usual:.4g}")

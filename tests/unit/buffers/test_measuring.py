@@ -79,7 +79,7 @@ def test_measuring_again_measures_what_is_new_and_gives_the_same(rb: Any, store_
         other.episodes.measure()
         expected = measures_of(other)
     for facts in (*expected.values(), *(found := measures_of(rb)).values()):
-        facts.pop("gap")  # the times of the rows differ
+        facts.pop("pause")  # the times of the rows differ
     assert found == expected
 
 
@@ -172,7 +172,7 @@ def test_fields_that_are_no_numbers_are_named(store_path: Path) -> None:
     assert rb.episodes.measure() == (10, 90, ("text",))
     assert set(measures_of(rb)[1]) == {
         "length",
-        "gap",
+        "pause",
         "not_finite",
         "level",
         "spread",

@@ -13,8 +13,8 @@ from expstore.trajectories.measures import (
     equals_previous,
     find_breaks,
     find_copies,
-    find_gaps,
     find_not_finite,
+    find_pauses,
     fingerprint,
     measure_signal,
 )
@@ -84,13 +84,13 @@ def test_equal_rows(shape: tuple[int, ...], dtype: str) -> None:
     assert equals_previous(rows).tolist() == expected
 
 
-def test_breaks_and_gaps_are_inside_episodes() -> None:
+def test_breaks_and_pauses_are_inside_episodes() -> None:
     spans = Spans(np.array([0, 4]), 8)
     now = np.array([0, 1, 2, 3, 0, 1, np.nan, 3.0])
     after = np.array([1, 2, 3, 4, 1, np.nan, 9, 4.0])
     assert np.flatnonzero(find_breaks([(now, after)], spans)).tolist() == [7]
     times = np.array([0, 10, 30, 40, 900, 910, 920, 990]) * 1_000_000
-    assert find_gaps(times, spans).tolist() == [20.0, 70.0]
+    assert find_pauses(times, spans).tolist() == [20.0, 70.0]
 
 
 def test_copies_are_found_with_noise_and_at_another_scale() -> None:

@@ -22,7 +22,7 @@ def make_episodes(seed: int = 0, sources: int = 4, **values: Any) -> Episodes:
         "jump": rng.uniform(0.5, 0.7, COUNT),
     }  # fmt: skip
     whole = {"positive": np.zeros(COUNT), "not_finite": np.zeros(COUNT), "breaks": np.zeros(COUNT)}
-    whole["gap"] = rng.uniform(0.01, 0.02, COUNT)
+    whole["pause"] = rng.uniform(0.01, 0.02, COUNT)
     own = {
         name: column for name, column in values.items() if name in SCALES and name not in ("length", "return")
     }
@@ -57,7 +57,7 @@ def test_usual_episodes_are_not_odd() -> None:
     ("name", "value"),
     [
         ("still", 0.9), ("change", 0.9), ("jump", 4.0), ("positive", 0.9), ("not_finite", 0.02),
-        ("gap", 60.0), ("breaks", 1.0), ("level", 3.0), ("length", 4000), ("returns", -60.0),
+        ("pause", 60.0), ("breaks", 1.0), ("level", 3.0), ("length", 4000), ("returns", -60.0),
     ],
 )  # fmt: skip
 def test_one_strong_reason_is_enough(name: str, value: float) -> None:
@@ -130,7 +130,7 @@ def test_copies_refer_to_the_first() -> None:
 def test_a_source_whose_episodes_are_all_a_little_odd() -> None:
     rng = np.random.default_rng(2)
     changed = (np.arange(COUNT) % 4 == 2) & (np.arange(COUNT) >= 140)
-    length = np.where(changed, rng.integers(30, 50, COUNT), rng.integers(50, 80, COUNT))
+    length = np.where(changed, rng.integers(20, 35, COUNT), rng.integers(50, 80, COUNT))
     found = rank(make_episodes(length=length))
     odd = scores(found) >= THRESHOLD
     assert odd[changed].mean() > 0.9
@@ -177,7 +177,7 @@ def test_where_it_shows() -> None:
 
     assert at("still", 1) == (12, 19)
     assert at("jump") == (5, 5)
-    assert at("gap") == (5, 5)
+    assert at("pause") == (5, 5)
     assert at("level") is None
     marks = np.arange(20) == 3
     assert locate(marks, Oddness(9.0, Measure("breaks"), "episode", 1.0, 0.0, -1)) == (3, 3)
