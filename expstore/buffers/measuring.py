@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 
 from expstore.core.bfloat16 import widen_bfloat16
 from expstore.core.values import Array, IntArray, key_name
@@ -23,7 +22,7 @@ from expstore.errors import ArgumentError, StateError
 from expstore.schema.field_roles import Keys, find_observations
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import ARROW, OBJECT, Field, Schema
-from expstore.sql.result import Result
+from expstore.sql.result import Result, build_result
 from expstore.sql.sync import Catalog
 from expstore.storages.read_view import ReadView, read_present, read_stable
 from expstore.trajectories.measures import (
@@ -65,22 +64,20 @@ WHERE status != 'open' AND live_rows = length AND (
     OR NOT coalesce(list_has_all(json_keys(info, '$.measures'), $names::VARCHAR[]), false)
 ) ORDER BY episode_id
 """
-_COLUMNS = pa.schema(
-    {
-        "episode_id": pa.int64(),
-        "source": pa.string(),
-        "score": pa.float64(),
-        "reason": pa.string(),
-        "by": pa.string(),
-        "measure": pa.string(),
-        "field": pa.string(),
-        "component": pa.int64(),
-        "step": pa.int64(),
-        "value": pa.float64(),
-        "usual": pa.float64(),
-        "copy_of": pa.int64(),
-    }
-)
+_COLUMNS = {
+    "episode_id": "int64",
+    "source": "string",
+    "score": "float64",
+    "reason": "string",
+    "by": "string",
+    "measure": "string",
+    "field": "string",
+    "component": "int64",
+    "step": "int64",
+    "value": "float64",
+    "usual": "float64",
+    "copy_of": "int64",
+}
 
 
 class Measured(NamedTuple):
@@ -276,7 +273,7 @@ class Meter:
             ]
         found.sort(key=lambda each: (-each[1].score, each[0]["episode_id"]))
         rows = [read_stable(self._storage, partial(self._explain, *each)) for each in found[:limit]]
-        return Result(pa.Table.from_pylist(rows, _COLUMNS)), len(found), len(known)
+        return build_result(rows, _COLUMNS), len(found), len(known)
 
     def _explain(self, one: Mapping[str, Any], odd: Oddness, copied: int | None) -> dict[str, Any]:
         """Return the row of the result for one episode."""
