@@ -88,7 +88,7 @@ def measure_signal(rows: Array, spans: Spans) -> dict[str, Floats]:
     steps[~pairs] = 0.0
     if values.shape[1] > COMPONENTS:
         values, steps = (np.linalg.norm(each, axis=1, keepdims=True) for each in (values, steps))
-        fine, pairs = fine.all(1, keepdims=True), pairs.all(1, keepdims=True)
+        fine, pairs = (np.all(each, axis=1, keepdims=True) for each in (fine, pairs))
     np.abs(steps, out=steps)
     count = np.maximum(1, spans.sums(fine))
     level = spans.sums(np.where(fine, values, 0.0)) / count
