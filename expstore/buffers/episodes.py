@@ -187,8 +187,8 @@ class Episodes:
 
         Example:
             >>> rb.episodes.measure({"effort": lambda columns: abs(columns["action"]).mean()}).episodes
-            2
-            >>> rb.episodes("(info->>'$.measures.effort')::DOUBLE > 0.5", limit=10)
+            10
+            >>> lively = rb.episodes("(info->>'$.measures.effort')::DOUBLE > 0.5")
         """
         store = self._store
         storage = store.check_open()

@@ -167,16 +167,17 @@ def rank(episodes: Episodes) -> list[Oddness]:
         found = distance[np.arange(count), top]
         better = found > score
         score[better], at[better], by[better] = found[better], top[better], number
-    ways = list(distances)
-    result = []
+    ways, result = list(distances), []
     for number in range(count):
         column, way = at[number], ways[by[number]]
-        usual_value = middle[number, column]
-        both = np.array([usual_value + shift[way][number, column], usual_value])
+        usual = middle[number, column]
+        value = usual + shift[way][number, column]
         if scales[column].log:
-            both = np.exp(both) - offset[column]
-        found = measures[column]
-        result.append(Oddness(float(score[number]), found, way, *both.tolist(), int(copied[number])))
+            value, usual = np.exp([value, usual]) - offset[column]
+        odd = Oddness(
+            float(score[number]), measures[column], way, float(value), float(usual), int(copied[number])
+        )
+        result.append(odd)
     return result
 
 
