@@ -116,7 +116,9 @@ class _Fields:
     def of(cls, schema: Schema, keys: Keys) -> _Fields:
         """Return the fields of a schema."""
         roles = {getattr(keys, name) for name in Keys.__slots__} - {keys.reward}
-        small, large, skipped = {}, {}, []
+        small: dict[str, int] = {}
+        large: dict[str, int] = {}
+        skipped = []
         for place, entry in enumerate(schema.fields):
             is_mark = entry.key in roles or entry.key[0] == "next" or entry.key[-1] in _MARKS
             if is_mark and entry.key != keys.reward:

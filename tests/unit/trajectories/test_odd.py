@@ -110,6 +110,12 @@ def test_episodes_that_were_stopped_early() -> None:
     assert scores(rank(make_episodes(ended=common))).max() < THRESHOLD
 
 
+def test_what_a_third_of_the_episodes_do_counts_little() -> None:
+    common = np.arange(COUNT) % 3 == 0
+    found = rank(make_episodes(length=np.where(common, 20, 60 + np.arange(COUNT) % 7), ended=~common))
+    assert max(one.score for one in found if one.measure.name in ("short", "length")) <= 3
+
+
 def test_jumps_of_a_value_that_mostly_stands_still_are_usual() -> None:
     jump = np.where(np.arange(COUNT) % 30 == 0, 1.0, 0.0)
     assert scores(rank(make_episodes(jump=jump))).max() > THRESHOLD
@@ -153,6 +159,12 @@ def test_sources_that_always_differ_are_not_odd() -> None:
     number = np.arange(COUNT)
     level = np.random.default_rng(1).normal(0, 0.1, COUNT) + number % 4
     assert scores(rank(make_episodes(level=level))).max() < THRESHOLD
+
+
+def test_an_episode_must_differ_from_its_own_source() -> None:
+    number = np.arange(COUNT)
+    jump = np.random.default_rng(1).uniform(0.5, 0.7, COUNT) * np.where(number % 8 == 3, 3.0, 1.0)
+    assert scores(rank(make_episodes(sources=8, jump=jump))).max() < THRESHOLD
 
 
 def test_measures_that_some_episodes_lack() -> None:
