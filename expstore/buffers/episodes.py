@@ -14,12 +14,15 @@ import numpy as np
 import torch
 
 from expstore.buffers.groups import Groups
+from expstore.buffers.measuring import MEASURES, Measure, Measured, Meter
+from expstore.core.arguments import check_whole
 from expstore.episodes.facts import merge_info, pack_info
 from expstore.episodes.log import NewFacts
 from expstore.episodes.sessions import SessionKey
 from expstore.errors import SchemaError, StateError
 from expstore.storages.episode_lookup import check_episode
 from expstore.storages.sessions import end_episodes, end_sessions, end_unnamed, resume
+from expstore.trajectories.odd import THRESHOLD
 
 if TYPE_CHECKING:
     from expstore.buffers.store_handle import StoreHandle
@@ -165,6 +168,66 @@ class Episodes:
         proxy = self._store.proxy
         texts = annotate_episodes(self._store, changes) if proxy is None else proxy.annotate(changes)
         return {number: json.loads(text) if text else {} for number, text in texts.items()}
+
+    def measure(self, measures: Mapping[str, Measure] | None = None) -> Measured:
+        """Measure ended episodes, and attach the result to each as the fact `measures`, which SQL sees.
+
+        Only episodes that have no measures yet, or have become longer, are measured. Other threads and
+        processes may write and sample meanwhile. After a crash the episodes measured so far have their facts.
+        docs/odd.md lists the measures.
+
+        Args:
+            measures: Functions by name, besides the store's own measures. Each takes the columns of an
+                episode, arrays by dotted name, and returns a number; NaN if it cannot be measured.
+
+        Returns:
+            Number of measured episodes and of their rows, and the fields that have no measures.
+
+        Raises:
+            ArgumentError: A measure is not a function, or has the name of one of the store's own.
+            StateError: The store is closed, or open for reading only.
+            StorageError: The disk failed.
+
+        Example:
+            >>> rb.episodes.measure({"effort": lambda columns: abs(columns["action"]).mean()}).episodes
+            10
+            >>> lively = rb.episodes("(info->>'$.measures.effort')::DOUBLE > 0.5")
+        """
+        store = self._store
+        storage = store.check_open()
+        if store.proxy is None:
+            storage.writer()
+        meter = Meter(storage, store.catalog, measures)
+        episodes = rows = 0
+        for found in meter.measure():
+            self.annotate_each({episode: {MEASURES: facts} for episode, facts in found.items()})
+            episodes += len(found)
+            rows += sum(facts["length"] for facts in found.values())
+        return Measured(episodes, rows, meter.list_skipped())
+
+    def odd(self, limit: int | None = 20, *, threshold: float = THRESHOLD) -> Result:
+        """List the episodes that differ most from their peers, the oddest first, with the reason in words.
+
+        Episodes are compared within their split. Those that `measure` has not measured are measured for this
+        call, which stores nothing.
+
+        Columns: `episode_id, source, score, reason, by, measure, field, component, step, value, usual,
+        copy_of`. `by` says what differs from its peers: the `episode`, its `source` about this time, or its
+        policy `version`. docs/odd.md explains the score.
+
+        Args:
+            limit: Largest number of episodes; None: all.
+            threshold: Smallest score, in robust standard deviations. 0 ranks all episodes.
+
+        Raises:
+            StateError: The store is closed.
+
+        Example:
+            >>> rb.episodes.odd(limit=3).arrow()["reason"].to_pylist()
+            []
+        """
+        number = None if limit is None else check_whole("limit", limit)
+        return Meter(self._store.check_open(), self._store.catalog).list_odd(number, threshold)[0]
 
     def delete(
         self,

@@ -27,6 +27,7 @@ from expstore.cli.exit_codes import DAMAGED, FAILED, INTERRUPTED, LOCKED, USAGE
 from expstore.cli.groups import CHANGE, LOOK, MOVE, SERVE, VERSIONS, add_command, make_group
 from expstore.cli.info import facts_of, show_facts, show_lineage, show_stores, stores_in
 from expstore.cli.interrupt import Interrupts, end_at_once, handle_interrupts
+from expstore.cli.odd import odd
 from expstore.cli.output import Json, print_csv, print_json, print_rows, print_table, rows_of, show_notes
 from expstore.cli.paths import to_local
 from expstore.disk.local_path import local_path
@@ -534,6 +535,15 @@ add_command(
     notes="Nothing in the store is changed. A picture shows frames of image fields and the numbers over the "
     "steps; it needs matplotlib: pip install 'expstore[plot]'.",
     examples=("expstore episode run.exp 1", "expstore episode run.exp 1 --png episode.png"),
+)
+add_command(
+    app,
+    odd,
+    heading=LOOK,
+    notes="Nothing in the store is changed. Episodes without the facts that rb.episodes.measure() writes are "
+    "measured each time. An episode is odd if a measure of it, of its source or of its policy version is 6 "
+    "robust standard deviations from that of its peers: docs/odd.md.",
+    examples=("expstore odd run.exp", "expstore odd run.exp --limit 5 --json"),
 )
 add_command(
     app,

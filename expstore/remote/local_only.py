@@ -48,6 +48,8 @@ INSTEAD: Mapping[str, str] = {
     "submit_update_if_present": _MANAGE,
     "empty": _MANAGE,
     "episodes.delete": _MANAGE,
+    "episodes.measure": _MANAGE,
+    "episodes.odd": "run `expstore odd` on the store's machine",
     "columns.add": _MANAGE,
     "columns.drop": _MANAGE,
     "retention.policy": _MANAGE,
@@ -116,6 +118,8 @@ class LocalEpisodes:
     """The methods of `rb.episodes` that a served store does not have."""
 
     delete = _refuse("episodes.delete")
+    measure = _refuse("episodes.measure")
+    odd = _refuse("episodes.odd")
 
 
 class LocalOnly:

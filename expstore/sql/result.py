@@ -7,7 +7,7 @@ store do not affect it.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from os import PathLike
 from typing import Any
@@ -111,6 +111,21 @@ class Result:
         first = [column.slice(0, PREVIEW_ROWS) for column in self._table.columns]
         rows = zip(*(map(_peek, column) for column in first), strict=True)
         return build_table(self.columns, rows, total=len(self))
+
+
+def build_result(rows: Sequence[Mapping[str, object]], columns: Mapping[str, str]) -> Result:
+    """Return rows as a result.
+
+    Args:
+        rows: Values by column.
+        columns: Names of Arrow types, such as "int64", by column.
+
+    >>> from expstore.sql.result import build_result
+    >>> build_result([{"n": 1}, {"n": None}], {"n": "int64"}).fetchall()
+    [(1,), (None,)]
+    """
+    types = [(name, pa.type_for_alias(kind)) for name, kind in columns.items()]
+    return Result(pa.Table.from_pylist(list(rows), pa.schema(types)))
 
 
 def table_stream(table: pa.Table) -> pa.Buffer:
