@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 import expstore
 from expstore.api import docs_page, errors
+from expstore.api.capture.proxy import Proxy
 from expstore.api.gateway import Gateway
 from expstore.api.metrics import Metrics
 from expstore.api.openapi import TAGS, add_security
@@ -152,12 +153,15 @@ def create_app(settings: Settings) -> FastAPI:
     """
     stores = Stores(settings)
     upkeep = _Upkeep(stores, settings)
+    proxy = None if settings.capture is None else Proxy(stores, settings.capture)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await upkeep.remove_leftovers()
         upkeep.start()
         yield
+        if proxy is not None:
+            await proxy.close()
         await upkeep.stop()
 
     app = _Api(
@@ -176,11 +180,14 @@ def create_app(settings: Settings) -> FastAPI:
     )
     metrics = Metrics(stores.open_now, stores.root)
     app.state.settings, app.state.stores, app.state.metrics = settings, stores, metrics
+    app.state.proxy = proxy
     errors.install(app)
     app.routes.extend(READING if settings.read_only else READING + _CHANGING)
     docs_page.install(app)
     if settings.ui:
         page_files.install(app)
+    if proxy is not None:
+        app.routes.extend(proxy.routes())
     app.add_middleware(Gateway, routes=app.routes, settings=settings, metrics=metrics)
     return app
 
