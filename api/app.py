@@ -187,7 +187,7 @@ def create_app(settings: Settings) -> FastAPI:
     if settings.ui:
         page_files.install(app)
     if proxy is not None:
-        app.routes.extend(proxy.routes())
+        proxy.add_to(app.routes)
     app.add_middleware(Gateway, routes=app.routes, settings=settings, metrics=metrics)
     return app
 

@@ -83,15 +83,20 @@ class Proxy:
         #: Number of calls that were answered and not recorded, because the store could not be written.
         self.lost = 0
 
-    def routes(self) -> list[BaseRoute]:
-        """Return the routes, which must follow all others."""
-        return [
-            Route("/episodes/{episode}/reward", self._reward, methods=["POST"]),
-            Route("/episodes/{episode}/end", self._end, methods=["POST"]),
-            Route("/episodes/{episode}/facts", self._facts, methods=["POST"]),
-            Route("/episodes/{episode}/v1/{path:path}", _Endpoint(self), name=RELAY),
-            Route("/v1/{path:path}", _Endpoint(self), name=RELAY),
+    def add_to(self, routes: list[BaseRoute]) -> None:
+        """Add the routes: those of calls before all others, because each request is compared with every route.
+
+        Args:
+            routes: The routes of the application; what follows `/v1/` and is none of them is passed on.
+        """
+        endpoint = _Endpoint(self)
+        paths = ["/episodes/{episode}/v1/{path:path}", *(f"/v1/{path}" for path in sorted(calls.RECORDED))]
+        acts = {"reward": self._reward, "end": self._end, "facts": self._facts}
+        routes[:0] = [
+            *(Route(path, endpoint, name=RELAY) for path in paths),
+            *(Route(f"/episodes/{{episode}}/{name}", act, methods=["POST"]) for name, act in acts.items()),
         ]
+        routes.append(Route("/v1/{path:path}", endpoint, name=RELAY))
 
     def open(self) -> Recorder:
         """Open the store, and append rows for calls that a kill has left unanswered.
@@ -108,14 +113,15 @@ class Proxy:
         """Close the connections to the upstream, and finish writing rows; before the store is closed."""
         await self._transport.aclose()
         await asyncio.get_running_loop().run_in_executor(None, self._writer.shutdown)
+        if self._recorder is not None:
+            self._recorder.close()
 
     async def relay(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request with the upstream's answer."""
         headers = Headers(scope=scope)
         query = parse_qs(scope["query_string"].decode("latin-1"))
         asked = _parse_asked(headers, query, scope["path_params"].get("episode"))
-        target = self._target(scope)
-        path = scope["path_params"]["path"]
+        target, path = self._target(scope)
         sent = [
             (name, value)
             for name, value in scope["headers"]
@@ -139,8 +145,8 @@ class Proxy:
         sent += [(b"accept-encoding", b"identity"), (b"content-length", b"%d" % len(body))]
         return httpx.Request("POST", target, headers=sent, content=body)
 
-    def _target(self, scope: Scope) -> httpx.URL:
-        """Return the address of a request at the upstream: only what follows `/v1/` is the client's.
+    def _target(self, scope: Scope) -> tuple[httpx.URL, str]:
+        """Return the address of a request at the upstream, and its path below `/v1/`, which is the client's.
 
         Raises:
             Refusal: 400: the path leads elsewhere.
@@ -152,7 +158,8 @@ class Proxy:
         parts = scope["query_string"].split(b"&")
         query = b"&".join(part for part in parts if not part.lower().startswith(_OWN.encode()))
         path = self._upstream.raw_path.rstrip(b"/") + b"/" + tail
-        return self._upstream.copy_with(raw_path=path + (b"?" + query if query else b""))
+        target = self._upstream.copy_with(raw_path=path + (b"?" + query if query else b""))
+        return target, tail.decode("latin-1")
 
     async def _pass(self, request: httpx.Request, scope: Scope, send: Send) -> None:
         """Pass on a request that is not recorded, and its answer as it arrives."""

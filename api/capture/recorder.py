@@ -16,11 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
+
 from expstore.api.capture import calls
 from expstore.api.errors import Refusal
 from expstore.api.settings import Capture
 from expstore.api.stores import Served
-from expstore.disk.files import Disk
+from expstore.disk.files import Disk, File
 from expstore.episodes.facts import TRAIN
 from expstore.errors import ExpStoreError, StateError
 from expstore.schema.field_parser import schema_of
@@ -32,6 +34,8 @@ _log = logging.getLogger("expstore.api")
 _SESSION = "capture"
 #: Field of rewards that come after the end of their episode.
 LATE = "late_reward"
+#: Fields that follow from the body of a request.
+_IN_BODY = frozenset({"messages", "tools", "request"})
 #: Outcomes of calls.
 ANSWERED, CUT, FAILED, LEFT, UNANSWERED = "answered", "cut", "failed", "left", "unanswered"
 
@@ -96,10 +100,10 @@ def store_settings(group_size: int | None) -> dict[str, Any]:
 class Recorder:
     """Write the rows of calls into a store.
 
-    A file beside the store marks each call from before it is passed on until its row is in the journal. The
-    files that a kill leaves become rows with the outcome `unanswered` at the next start.
+    A file in the store's folder marks each call from before it is passed on until its row is in the journal.
+    The marks that a kill leaves become rows with the outcome `unanswered` at the next start.
 
-    Threads: one thread at a time calls methods other than `begin` and `forget`. Crashes: a row survives the
+    Threads: the event loop calls `begin` and `forget`, and one other thread all other methods. Crashes: a row survives the
     end of the process when `record` returns.
 
     Args:
@@ -122,13 +126,13 @@ class Recorder:
                 hint="create one with expstore capture NEW.exp --upstream URL",
             )
         self._omit = settings.omit
-        self._disk = Disk()
-        self._folder = served.path.with_name(f".{served.path.name}.calls")
-        self._disk.make_dir(self._folder)
+        self._marks = _Marks(served.path / "calls")
         #: Number of calls that are being made, by session.
         self.running: Counter[str] = Counter()
         served.running = self.running
         self._recover()
+        #: Closes the files of marks; calls that are being made keep theirs.
+        self.close = self._marks.close
 
     def begin(self, call: Call) -> None:
         """Mark a call, before it is passed on.
@@ -136,12 +140,9 @@ class Recorder:
         Raises:
             StorageError: The disk failed or is full.
         """
-        asked = {**vars(call.asked), "facts": dict(call.asked.facts)}
-        head = json.dumps({"path": call.path, "started": call.started, "asked": asked}).encode()
-        # A body of which a part must not be stored is not stored here either.
-        body = b"" if {"messages", "tools", "request"}.intersection(self._omit) else call.body
         self.running[_session_of(call.asked.episode)] += 1
-        self._disk.put(self._folder / call.id, head + b"\n" + body)
+        # A body of which a part must not be stored is not stored here either.
+        self._marks.write(call, b"" if _IN_BODY.intersection(self._omit) else call.body)
 
     def forget(self, call: Call) -> None:
         """Remove the mark of a call that was recorded, or whose loss was reported."""
@@ -150,7 +151,7 @@ class Recorder:
         if self.running[session] <= 0:
             del self.running[session]
         try:
-            self._disk.unlink(self._folder / call.id)
+            self._marks.erase(call)
         except ExpStoreError as exc:
             _log.error("the mark of call %s could not be removed: %s", call.id, exc)
 
@@ -253,22 +254,73 @@ class Recorder:
 
     def _recover(self) -> None:
         """Append rows for the calls that a kill has left unanswered, and remove their marks."""
-        left = sorted(self._disk.names(self._folder))
-        if not left:
-            return
-        known = {
-            one for (one,) in self._rb.sql(
-                "SELECT call FROM transitions WHERE list_contains($names, call)", {"names": left}
-            ).fetchall()
-        }  # fmt: skip
-        for name in left:
-            head, _, body = self._disk.read_whole(self._folder / name).partition(b"\n")
-            marked = calls.load_object(head)
-            # A mark without its first line was being written: the call was not passed on.
-            if name not in known and marked is not None:
-                call = Call(marked["path"], body, Asked(**marked["asked"]), name, marked["started"])
-                self.record(call)
+        left = self._marks.read()
+        if left:
+            query = "SELECT call FROM transitions WHERE list_contains($names, call)"
+            found = self._rb.sql(query, {"names": [call.id for call in left]}).fetchall()
+            for call in left:
+                if (call.id,) not in found:
+                    self.record(call)
+        self._marks.clear()
+
+
+class _Marks:
+    """Files with a call each, which are used again: to create a file for each call takes half a millisecond.
+
+    Threads: `erase` is called by another thread than `write`. Crashes: a mark survives the end of the process
+    when `write` returns.
+
+    Args:
+        folder: The folder of the files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._disk, self._folder = Disk(), folder
+        self._disk.make_dir(folder)
+        self._free: list[File] = []
+        self._used: dict[str, File] = {}
+        self._count = 0
+
+    def write(self, call: Call, body: bytes) -> None:
+        """Mark a call."""
+        asked = {**vars(call.asked), "facts": dict(call.asked.facts)}
+        head = {"id": call.id, "path": call.path, "started": call.started, "asked": asked}
+        head |= {"bytes": len(body), "crc32c": google_crc32c.value(body)}
+        try:
+            file = self._free.pop()
+        except IndexError:
+            self._count += 1
+            file = self._disk.open(self._folder / str(self._count), create=True)
+        self._used[call.id] = file
+        file.write(json.dumps(head).encode() + b"\n" + body, 0)
+
+    def erase(self, call: Call) -> None:
+        """Remove the mark of a call, if it has one."""
+        if (file := self._used.pop(call.id, None)) is not None:
+            file.write(b"\n", 0)
+            self._free.append(file)
+
+    def read(self) -> list[Call]:
+        """Return the marked calls, in the order of their begin."""
+        found = []
+        for name in self._disk.names(self._folder):
+            head, _, rest = self._disk.read_whole(self._folder / name).partition(b"\n")
+            said = calls.load_object(head) or {"bytes": -1}
+            body = rest[: max(0, said["bytes"])]
+            # Otherwise the mark was being written, and the call was not passed on.
+            if len(body) == said["bytes"] and google_crc32c.value(body) == said["crc32c"]:
+                found.append(Call(said["path"], body, Asked(**said["asked"]), said["id"], said["started"]))
+        return sorted(found, key=lambda call: call.started)
+
+    def clear(self) -> None:
+        """Remove all files; there are no calls yet."""
+        for name in self._disk.names(self._folder):
             self._disk.unlink(self._folder / name)
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in (*self._free, *self._used.values()):
+            file.close()
 
 
 def _session_of(episode: str | None) -> str:
