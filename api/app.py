@@ -153,7 +153,10 @@ def create_app(settings: Settings) -> FastAPI:
     """
     stores = Stores(settings)
     upkeep = _Upkeep(stores, settings)
-    proxy = None if settings.capture is None else Proxy(stores, settings.capture)
+    metrics = Metrics(stores.open_now, stores.root)
+    proxy = None
+    if settings.capture is not None:
+        proxy = Proxy(stores, settings.capture, metrics.calls_lost.inc)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -178,7 +181,6 @@ def create_app(settings: Settings) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,  # a name that ends with a slash is another name
     )
-    metrics = Metrics(stores.open_now, stores.root)
     app.state.settings, app.state.stores, app.state.metrics = settings, stores, metrics
     app.state.proxy = proxy
     errors.install(app)

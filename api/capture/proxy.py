@@ -60,19 +60,20 @@ class Proxy:
     Args:
         stores: The server's stores: one.
         settings: Where calls go, and how they are recorded.
+        count_lost: Called for each call that cannot be recorded.
 
     Raises:
         StateError: The server serves a folder of stores.
     """
 
-    def __init__(self, stores: Stores, settings: Capture) -> None:
+    def __init__(self, stores: Stores, settings: Capture, count_lost: Callable[[], None]) -> None:
         if not stores.single:
             raise StateError(
                 "calls are recorded in one store, and a folder of stores is served",
                 kind="capture",
                 hint="pass the path of the store",
             )
-        self._stores, self._settings = stores, settings
+        self._stores, self._settings, self._count_lost = stores, settings, count_lost
         self._upstream = httpx.URL(settings.upstream.rstrip("/"))
         self._transport = httpx.AsyncHTTPTransport(
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=30)
@@ -80,8 +81,6 @@ class Proxy:
         self._recorder: Recorder | None = None
         self._opening = threading.Lock()
         self._writer = ThreadPoolExecutor(1, "expstore-capture")
-        #: Number of calls that were answered and not recorded, because the store could not be written.
-        self.lost = 0
 
     def add_to(self, routes: list[BaseRoute]) -> None:
         """Add the routes: those of calls before all others, because each request is compared with every route.
@@ -246,7 +245,7 @@ class Proxy:
             recorder.forget(call)
 
     def _note_lost(self, call: Call, exc: ExpStoreError) -> None:
-        self.lost += 1
+        self._count_lost()
         _log.error("call %s was not recorded: %s", call.id, exc)
         if self._settings.on_error == "fail":
             raise Refusal(507, f"the call cannot be recorded: {exc.message}", kind="not_recorded",
