@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -21,7 +21,7 @@ CHAT, RESPONSES = "chat/completions", "responses"
 RECORDED = frozenset({CHAT, RESPONSES})
 #: Kinds of fields: the type of the field, its Arrow type, and its value if there is nothing to store.
 _TEXT = (str, pa.string(), None)
-_TEXTS = (Continued(str), pa.list_(pa.string()), [])
+_TEXTS: tuple[Any, pa.DataType, Any] = (Continued(str), pa.list_(pa.string()), [])
 _FLAG = ("bool", pa.bool_(), False)
 #: The fields of a row, which is a call, a reward, or the end of an episode.
 FIELDS: Mapping[str | tuple[str, ...], tuple[Any, pa.DataType, Any]] = {
@@ -54,7 +54,9 @@ FIELDS: Mapping[str | tuple[str, ...], tuple[Any, pa.DataType, Any]] = {
     ("next", "terminated"): _FLAG,
     ("next", "truncated"): _FLAG,
 }
-_SCHEMA = pa.schema([(name if isinstance(name, str) else ".".join(name), kind) for name, (_, kind, _) in FIELDS.items()])
+_SCHEMA = pa.schema(
+    [(name if isinstance(name, str) else ".".join(name), kind) for name, (_, kind, _) in FIELDS.items()]
+)
 #: The end of an event of a stream.
 _EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 #: Types of the events that end a stream of responses.
@@ -194,7 +196,9 @@ def _take_output(answer: dict[str, Any], found: dict[str, Any], *, is_whole: boo
 
 
 def _take_logprobs(content: list[Any], found: dict[str, Any]) -> None:
-    if content and all(isinstance(one, dict) and isinstance(one.get("logprob"), int | float) for one in content):
+    if content and all(
+        isinstance(one, dict) and isinstance(one.get("logprob"), int | float) for one in content
+    ):
         found["logprobs"] = [float(one["logprob"]) for one in content]
         found["token_texts"] = [str(one.get("token", "")) for one in content]
 
@@ -297,7 +301,11 @@ def _join(known: dict[str, Any], new: Mapping[str, Any]) -> None:
             known.setdefault(name, None)
         elif isinstance(former, dict) and isinstance(value, dict):
             _join(former, value)
-        elif isinstance(value, list) and value and all(isinstance(one, dict) and "index" in one for one in value):
+        elif (
+            isinstance(value, list)
+            and value
+            and all(isinstance(one, dict) and "index" in one for one in value)
+        ):
             items = known[name] = former if isinstance(former, list) else []
             for item in value:
                 _join_item(items, item)
@@ -341,7 +349,7 @@ def ask_for_tokens(body: bytes) -> bytes:
     return dump({"logprobs": True, "return_token_ids": True} | asked).encode()
 
 
-def build_row(values: Mapping[Any, Any], omit: Iterable[str] = ()) -> pa.Table:
+def build_row(values: Mapping[Any, Any], omit: Collection[str] = ()) -> pa.Table:
     """Return a table of one row.
 
     Args:

@@ -16,9 +16,8 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
-from urllib.parse import parse_qs, unquote
+from urllib.parse import parse_qs, unquote, urlsplit
 
-import httpx
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import Headers
@@ -28,6 +27,7 @@ from starlette.types import Receive, Scope, Send
 from expstore.api.bodies import load_json, read_body
 from expstore.api.capture import calls
 from expstore.api.capture.recorder import ANSWERED, CUT, FAILED, LEFT, Asked, Call, Recorder
+from expstore.api.capture.upstream import Answer, Header, Upstream, UpstreamError
 from expstore.api.errors import Refusal
 from expstore.api.gateway import RELAY
 from expstore.api.settings import Capture
@@ -46,8 +46,8 @@ _CONNECTION = frozenset({
     b"trailer", b"transfer-encoding", b"upgrade",
 })  # fmt: skip
 _NOT_SENT, _NOT_RETURNED = _CONNECTION | {b"host", b"expect"}, _CONNECTION | {b"date"}
-#: Seconds until a connection to the upstream must be open.
-_CONNECT_SECONDS = 10.0
+#: Requests of more bytes are parsed while the upstream computes the answer.
+_LARGE = 1 << 16
 #: Largest integer of a policy's version.
 _MOST = (1 << 63) - 1
 
@@ -74,16 +74,14 @@ class Proxy:
                 hint="pass the path of the store",
             )
         self._stores, self._settings, self._count_lost = stores, settings, count_lost
-        self._upstream = httpx.URL(settings.upstream.rstrip("/"))
-        self._transport = httpx.AsyncHTTPTransport(
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=30)
-        )
+        self._upstream = Upstream(settings.upstream)
+        self._base = urlsplit(settings.upstream).path.rstrip("/").encode()
         self._recorder: Recorder | None = None
         self._opening = threading.Lock()
         self._writer = ThreadPoolExecutor(1, "expstore-capture")
 
     def add_to(self, routes: list[BaseRoute]) -> None:
-        """Add the routes: those of calls before all others, because each request is compared with every route.
+        """Add the routes: those of calls first, because each request is compared with one after the other.
 
         Args:
             routes: The routes of the application; what follows `/v1/` and is none of them is passed on.
@@ -108,9 +106,12 @@ class Proxy:
                 self._recorder = Recorder(self._stores.get(self._stores.names()[0]), self._settings)
             return self._recorder
 
+    async def _open(self) -> Recorder:
+        return await asyncio.to_thread(self.open) if self._recorder is None else self._recorder
+
     async def close(self) -> None:
         """Close the connections to the upstream, and finish writing rows; before the store is closed."""
-        await self._transport.aclose()
+        self._upstream.close()
         await asyncio.get_running_loop().run_in_executor(None, self._writer.shutdown)
         if self._recorder is not None:
             self._recorder.close()
@@ -127,25 +128,13 @@ class Proxy:
             if name not in _NOT_SENT and not name.startswith(_OWN.encode())
         ]
         if scope["method"] == "POST" and path in calls.RECORDED:
-            body = bytes(await read_body(Request(scope, receive)))
-            call = Call(path, body, asked)
-            request = self._build_call(target, sent, call)
-            await self._run(call, request, scope, receive, send)
+            call = Call(path, bytes(await read_body(Request(scope, receive))), asked)
+            await self._run(call, target, sent, scope, receive, send)
         else:
-            content = _body_of(receive) if _has_body(headers) else None
-            await self._pass(httpx.Request(scope["method"], target, headers=sent, content=content), scope, send)
+            await self._pass(target, sent, scope, receive, send)
 
-    def _build_call(self, target: httpx.URL, sent: list[tuple[bytes, bytes]], call: Call) -> httpx.Request:
-        """Return the request of a call that is recorded; its answer must not be compressed."""
-        body = call.body
-        if self._settings.ask_logprobs and call.path == calls.CHAT:
-            body = calls.ask_for_tokens(body)
-        sent = [one for one in sent if one[0] not in (b"accept-encoding", b"content-length")]
-        sent += [(b"accept-encoding", b"identity"), (b"content-length", b"%d" % len(body))]
-        return httpx.Request("POST", target, headers=sent, content=body)
-
-    def _target(self, scope: Scope) -> tuple[httpx.URL, str]:
-        """Return the address of a request at the upstream, and its path below `/v1/`, which is the client's.
+    def _target(self, scope: Scope) -> tuple[bytes, str]:
+        """Return path and query of a request at the upstream, and the path below `/v1/`: the client's part.
 
         Raises:
             Refusal: 400: the path leads elsewhere.
@@ -156,49 +145,58 @@ class Proxy:
             raise Refusal(400, "the path has a part '.' or '..'", kind="path", hint="send the path itself")
         parts = scope["query_string"].split(b"&")
         query = b"&".join(part for part in parts if not part.lower().startswith(_OWN.encode()))
-        path = self._upstream.raw_path.rstrip(b"/") + b"/" + tail
-        target = self._upstream.copy_with(raw_path=path + (b"?" + query if query else b""))
-        return target, tail.decode("latin-1")
+        return self._base + b"/" + tail + (b"?" + query if query else b""), tail.decode("latin-1")
 
-    async def _pass(self, request: httpx.Request, scope: Scope, send: Send) -> None:
-        """Pass on a request that is not recorded, and its answer as it arrives."""
-        async with self._ask(request) as answer:
+    async def _pass(
+        self, target: bytes, sent: list[Header], scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Pass on a request that is not recorded, and its answer, both as they arrive."""
+        names = {name for name, _ in sent}
+        body: AsyncIterator[bytes] | bytes = b""
+        if b"content-length" in names or "transfer-encoding" in Headers(scope=scope):
+            body = _body_of(receive)
+            if b"content-length" not in names:
+                sent = [*sent, (b"transfer-encoding", b"chunked")]
+        async with self._ask(scope["method"], target, sent, body) as answer:
             scope["expstore.is_relayed"] = True
             await send(_start_of(answer))
-            async for part in answer.aiter_raw():
+            async for part in answer.parts():
                 await send({"type": "http.response.body", "body": part, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
+            await send({"type": "http.response.body", "body": b""})
 
     @contextlib.asynccontextmanager
-    async def _ask(self, request: httpx.Request) -> AsyncIterator[httpx.Response]:
+    async def _ask(
+        self, method: str, target: bytes, sent: list[Header], body: AsyncIterator[bytes] | bytes
+    ) -> AsyncIterator[Answer]:
         """Send a request to the upstream, and close its answer at the end of the block.
 
         Raises:
             Refusal: 502: there is no answer.
         """
-        request.extensions["timeout"] = {"connect": _CONNECT_SECONDS, "pool": None, "read": None, "write": None}
         try:
-            answer = await self._transport.handle_async_request(request)
-        except httpx.TransportError as exc:
-            raise Refusal(502, f"the upstream gave no answer: {type(exc).__name__} {exc}".strip(),
-                          kind="upstream", hint="the proxy sends to --upstream") from exc  # fmt: skip
+            answer = await self._upstream.ask(method, target, sent, body)
+        except UpstreamError as exc:
+            raise Refusal(502, f"the upstream gave no answer: {exc}", kind="upstream",
+                          hint="--upstream of the proxy is its address") from exc  # fmt: skip
         try:
             yield answer
         finally:
-            await answer.aclose()
+            answer.close()
 
     async def _run(
-        self, call: Call, request: httpx.Request, scope: Scope, receive: Receive, send: Send
+        self, call: Call, target: bytes, sent: list[Header], scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Answer a call that is recorded; stop when its client leaves."""
-        recorder = self._recorder or await asyncio.to_thread(self.open)
+        recorder = await self._open()
         try:
             recorder.begin(call)
         except ExpStoreError as exc:
             recorder.forget(call)
             self._note_lost(call, exc)
+        if len(call.body) > _LARGE:
+            asyncio.get_running_loop().run_in_executor(self._writer, recorder.prepare, call)
         exchange = _Exchange(call, scope, send, lambda: self._record(recorder, call))
-        work = asyncio.ensure_future(self._answer(exchange, request))
+        work = asyncio.ensure_future(self._answer(exchange, target, sent))
         leaving = asyncio.ensure_future(_wait_until_left(receive))
         try:
             await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -215,14 +213,19 @@ class Proxy:
             work.cancel()
             leaving.cancel()
 
-    async def _answer(self, exchange: _Exchange, request: httpx.Request) -> None:
-        """Pass a call on, and its answer back."""
+    async def _answer(self, exchange: _Exchange, target: bytes, sent: list[Header]) -> None:
+        """Pass a call on, and its answer back. The answer must not be compressed."""
         call = exchange.call
+        body = call.body
+        if self._settings.ask_logprobs and call.path == calls.CHAT:
+            body = calls.ask_for_tokens(body)
+        sent = [one for one in sent if one[0] not in (b"accept-encoding", b"content-length")]
+        sent += [(b"accept-encoding", b"identity"), (b"content-length", b"%d" % len(body))]
         try:
-            async with self._ask(request) as answer:
-                call.status = answer.status_code
-                kind = answer.headers.get("content-type", "").partition(";")[0].strip().lower()
-                is_stream = kind == "text/event-stream" and "content-encoding" not in answer.headers
+            async with self._ask("POST", target, sent, body) as answer:
+                call.status = answer.status
+                kind = answer.header(b"content-type").partition(";")[0].strip().lower()
+                is_stream = kind == "text/event-stream" and not answer.header(b"content-encoding")
                 await (exchange.stream if is_stream else exchange.whole)(answer)
         except Refusal as refusal:
             if exchange.is_recording:
@@ -253,7 +256,7 @@ class Proxy:
 
     async def _act(self, act: Callable[[Recorder], _Result]) -> _Result:
         """Run a function that writes to the store, after the rows before."""
-        recorder = self._recorder or await asyncio.to_thread(self.open)
+        recorder = await self._open()
         return await asyncio.get_running_loop().run_in_executor(self._writer, act, recorder)
 
     async def _reward(self, request: Request) -> Response:
@@ -303,7 +306,7 @@ class _Exchange:
         self.is_recording = True
         await self._record()
 
-    async def _start(self, answer: httpx.Response) -> None:
+    async def _start(self, answer: Answer) -> None:
         self._scope["expstore.is_relayed"] = True
         await self._send(_start_of(answer))
 
@@ -311,20 +314,20 @@ class _Exchange:
         if data or not more:
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
-    async def whole(self, answer: httpx.Response) -> None:
+    async def whole(self, answer: Answer) -> None:
         """Pass back an answer that is not a stream of events: at once, when it is recorded."""
         call, body = self.call, bytearray()
         try:
-            async for part in answer.aiter_raw():
+            async for part in answer.parts():
                 call.first_byte = call.first_byte or time.perf_counter() - call.began
                 body += part
             call.outcome = ANSWERED
-        except httpx.TransportError as exc:
-            call.outcome, call.error = CUT, f"{type(exc).__name__} {exc}".strip()
+        except UpstreamError as exc:
+            call.outcome, call.error = CUT, str(exc)
         text = bytes(body)
-        encoding = answer.headers.get("content-encoding", "")
+        encoding = answer.header(b"content-encoding")
         call.read_answer = lambda: calls.load_object(calls.decode(text, encoding))
-        if answer.status_code >= 400 and call.error is None:
+        if answer.status >= 400 and call.error is None:
             call.error = calls.decode(text, encoding)[:2000].decode(errors="replace")
         await self.record()
         await self._start(answer)
@@ -333,7 +336,7 @@ class _Exchange:
             await self._send_part(b"", more=False)
         # Otherwise the server closes the connection, so that the client sees an incomplete answer.
 
-    async def stream(self, answer: httpx.Response) -> None:
+    async def stream(self, answer: Answer) -> None:
         """Pass back events as they arrive; the event that ends the stream, when the call is recorded."""
         call = self.call
         events = calls.EventStream(call.path)
@@ -341,7 +344,7 @@ class _Exchange:
         await self._start(answer)
         is_whole = False
         try:
-            async for part in answer.aiter_raw():
+            async for part in answer.parts():
                 call.first_byte = call.first_byte or time.perf_counter() - call.began
                 ready, held = events.feed(part)
                 await self._send_part(ready)
@@ -350,8 +353,8 @@ class _Exchange:
                     await self.record()
                 await self._send_part(held)
             is_whole = True
-        except httpx.TransportError as exc:
-            call.error = f"{type(exc).__name__} {exc}".strip()
+        except UpstreamError as exc:
+            call.error = str(exc)
         if not self.is_recording:
             call.outcome = CUT
             await self.record()
@@ -360,14 +363,10 @@ class _Exchange:
             await self._send_part(b"", more=False)
 
 
-def _start_of(answer: httpx.Response) -> dict[str, Any]:
+def _start_of(answer: Answer) -> dict[str, Any]:
     """Return the message with the status and the headers of an answer."""
-    headers = [(name.lower(), value) for name, value in answer.headers.raw if name.lower() not in _NOT_RETURNED]
-    return {"type": "http.response.start", "status": answer.status_code, "headers": headers}
-
-
-def _has_body(headers: Headers) -> bool:
-    return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+    headers = [one for one in answer.headers if one[0] not in _NOT_RETURNED]
+    return {"type": "http.response.start", "status": answer.status, "headers": headers}
 
 
 async def _body_of(receive: Receive) -> AsyncIterator[bytes]:
@@ -398,14 +397,20 @@ def _parse_asked(headers: Headers, query: dict[str, list[str]], episode: str | N
     if episode is not None and not _NAME.fullmatch(episode):
         raise Refusal(400, f"{episode[:120]!r} is not a name of an episode",
                       hint="use at most 100 letters, digits and . _ : @ = + -")  # fmt: skip
-    version, facts, retry = find("policy-version") or "0", find("facts"), headers.get("x-stainless-retry-count", "0")
+    version, facts, retry = (
+        find("policy-version") or "0",
+        find("facts"),
+        headers.get("x-stainless-retry-count", "0"),
+    )
     if not (version.isdecimal() and version.isascii() and len(version) < 20 and int(version) <= _MOST):
         raise Refusal(400, f"the policy version is {version[:40]!r}", hint="send a number of at least 0")
     try:
         known = json.loads(facts or "{}")
         split = check_split(find("split") or TRAIN)
     except (ValueError, RecursionError, ExpStoreError) as exc:
-        raise Refusal(400, f"facts or split: {exc}", hint="facts are a JSON object, a split is a name") from None
+        raise Refusal(
+            400, f"facts or split: {exc}", hint="facts are a JSON object, a split is a name"
+        ) from None
     if not isinstance(known, dict):
         raise Refusal(400, f"the facts are {facts[:40] if facts else ''!r}", hint="send a JSON object")
     attempts = int(retry) if retry.isascii() and retry.isdecimal() and len(retry) < 9 else 0

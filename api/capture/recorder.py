@@ -10,13 +10,12 @@ import json
 import logging
 import time
 import uuid
+import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import google_crc32c
 
 from expstore.api.capture import calls
 from expstore.api.errors import Refusal
@@ -83,6 +82,8 @@ class Call:
     first_byte: float | None = None
     outcome: str = UNANSWERED
     error: str | None = None
+    #: Fields of its row that follow from the request, once it was parsed.
+    fields: dict[str, Any] = field(default_factory=dict)
     #: Returns what the answer says.
     read_answer: Callable[[], dict[str, Any] | None] = lambda: None
 
@@ -103,8 +104,8 @@ class Recorder:
     A file in the store's folder marks each call from before it is passed on until its row is in the journal.
     The marks that a kill leaves become rows with the outcome `unanswered` at the next start.
 
-    Threads: the event loop calls `begin` and `forget`, and one other thread all other methods. Crashes: a row survives the
-    end of the process when `record` returns.
+    Threads: the event loop calls `begin` and `forget`, one other thread all other methods. Crashes: a row
+    survives the end of the process when `record` returns.
 
     Args:
         served: The store.
@@ -155,13 +156,20 @@ class Recorder:
         except ExpStoreError as exc:
             _log.error("the mark of call %s could not be removed: %s", call.id, exc)
 
+    def prepare(self, call: Call) -> None:
+        """Parse the request of a call, unless that was done."""
+        if not call.fields:
+            call.fields = calls.parse_request(call.path, call.body)
+            call.fields["digest"] = hashlib.blake2b(call.body, digest_size=16).hexdigest()
+
     def record(self, call: Call) -> None:
         """Append the row of a call.
 
         Raises:
             ExpStoreError: The store cannot be written, or the episode has another split.
         """
-        asked = calls.parse_request(call.path, call.body)
+        self.prepare(call)
+        asked = call.fields
         found = calls.parse_answer(call.path, call.read_answer(), is_whole=call.outcome == ANSWERED)
         known = {
             "call": call.id,
@@ -173,7 +181,6 @@ class Recorder:
             "first_byte": call.first_byte,
             "seconds": None if call.outcome == UNANSWERED else time.perf_counter() - call.began,
             "retry": call.asked.retry,
-            "digest": hashlib.blake2b(call.body, digest_size=16).hexdigest(),
         }
         row = asked | found | known | {"messages": asked["messages"] + found["messages"]}
         self._append("call", row, call.asked, ends=call.asked.episode is None)
@@ -203,7 +210,9 @@ class Recorder:
         number, is_open = self.find(episode)
         session = _session_of(episode)
         if not is_open:
-            raise Refusal(409, f"episode {episode!r} has ended", kind="ended", hint="POST .../reward adds one")
+            raise Refusal(
+                409, f"episode {episode!r} has ended", kind="ended", hint="POST .../reward adds one"
+            )
         if self.running[session]:
             raise Refusal(409, f"{self.running[session]} calls of episode {episode!r} are being made",
                           kind="in_use", hint="end it after their answers")  # fmt: skip
@@ -239,8 +248,8 @@ class Recorder:
 
     def _append(self, event: str, values: Mapping[Any, Any], asked: Asked, *, ends: bool = False) -> None:
         """Append a row."""
-        row = {"event": event, "group": asked.group, "policy_version": asked.policy_version}
-        row |= {("next", "terminated"): ends} | values
+        row: dict[Any, Any] = {"event": event, "group": asked.group, "policy_version": asked.policy_version}
+        row |= {("next", "terminated"): ends, **values}
         session = _session_of(asked.episode)
         self._rb.extend(
             calls.build_row(row, self._omit),
@@ -285,7 +294,7 @@ class _Marks:
         """Mark a call."""
         asked = {**vars(call.asked), "facts": dict(call.asked.facts)}
         head = {"id": call.id, "path": call.path, "started": call.started, "asked": asked}
-        head |= {"bytes": len(body), "crc32c": google_crc32c.value(body)}
+        head |= {"bytes": len(body), "crc32": zlib.crc32(body)}
         try:
             file = self._free.pop()
         except IndexError:
@@ -308,7 +317,7 @@ class _Marks:
             said = calls.load_object(head) or {"bytes": -1}
             body = rest[: max(0, said["bytes"])]
             # Otherwise the mark was being written, and the call was not passed on.
-            if len(body) == said["bytes"] and google_crc32c.value(body) == said["crc32c"]:
+            if len(body) == said["bytes"] and zlib.crc32(body) == said["crc32"]:
                 found.append(Call(said["path"], body, Asked(**said["asked"]), said["id"], said["started"]))
         return sorted(found, key=lambda call: call.started)
 
@@ -325,4 +334,3 @@ class _Marks:
 
 def _session_of(episode: str | None) -> str:
     return _SESSION if episode is None else f"{_SESSION}:{episode}"
-

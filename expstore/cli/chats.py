@@ -72,7 +72,9 @@ def _describe(message: Any) -> Iterator[str]:
     who = message.get("role") or message.get("type")
     content = message.get("content", message.get("output"))
     if isinstance(content, Sequence) and not isinstance(content, str):
-        content = " ".join(str(part.get("text", part)) if isinstance(part, Mapping) else str(part) for part in content)
+        content = " ".join(
+            str(part.get("text", part)) if isinstance(part, Mapping) else str(part) for part in content
+        )
     if content:
         yield f"{who}: {content}"
     called = [one.get("function", one) for one in message.get("tool_calls", ())]
@@ -109,7 +111,9 @@ def export_chat(path: Path, target: Path, where: str) -> int:
             del call["tools"]
         lines.append(json.dumps(call, ensure_ascii=False) + "\n")
     if not lines:
-        raise NotFoundError(f"{path} has no answered chat completion that matches", hint="see expstore episode")
+        raise NotFoundError(
+            f"{path} has no answered chat completion that matches", hint="see expstore episode"
+        )
     with build_atomically(disk, target, single=True) as folder:
         with contextlib.closing(disk.open(folder / target.name, create=True)) as file:
             file.write("".join(lines).encode(), 0)

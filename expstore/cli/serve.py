@@ -56,8 +56,8 @@ SERVE_NOTES = (
     "\n\n\b\n" + "\n".join(f"  {name:16} {what}" for name, what in LIMITS.items())
 )
 CAPTURE_NOTES = (
-    "Give agents the address http://127.0.0.1:8500/episodes/NAME/v1 instead of that of the model: their calls "
-    "become the rows of one episode. POST /episodes/NAME/reward and /end take {\"reward\": 1.0}. An episode "
+    "Give agents the address http://127.0.0.1:8500/episodes/NAME/v1: their calls become the rows of one "
+    'episode. POST /episodes/NAME/reward and /end take {"reward": 1.0}. An episode '
     "without calls for the session_timeout of --limits is cut, and its next call resumes it.\n\n"
     "An answer ends when its call is in the store; of a call without an answer a row says so. The key of the "
     "model's server is passed on and not stored. The server has all routes of expstore serve, too."

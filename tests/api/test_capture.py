@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,9 @@ def test_other_paths_are_passed_on_and_not_stored(tmp_path: Path) -> None:
         with httpx.Client(timeout=60) as client:
             for start in ("", "/episodes/e1"):
                 url = f"{serving.url}{start}/v1"
-                found = client.get(f"{url}/models/a%2Fb?limit=2&x-expstore-group=7&q=%20", headers={"x-a": "1"})
+                found = client.get(
+                    f"{url}/models/a%2Fb?limit=2&x-expstore-group=7&q=%20", headers={"x-a": "1"}
+                )
                 assert found.json()["path"] == "/v1/models/a%2Fb?limit=2&q=%20"
                 assert found.headers["x-other"] == "1"
                 assert client.post(f"{url}/files", content=b"a" * 70_000).json()["bytes"] == 70_000
@@ -170,7 +173,7 @@ def test_a_stream_is_split_into_the_same_bytes_however_it_arrives(
     whole = b"".join(events)
     places = sorted({0, len(whole), *(cut for cut in cuts if cut < len(whole))})
     stream, sent, held = EventStream(path), b"", b""
-    for start, stop in zip(places, places[1:], strict=False):
+    for start, stop in pairwise(places):
         ready, more = stream.feed(whole[start:stop])
         assert b"" in (ready, held), "nothing passes the event that is held"
         sent, held = sent + ready, held + more
@@ -186,7 +189,12 @@ def test_a_copy_of_an_answer_is_stored_once(tmp_path: Path) -> None:
     with FakeUpstream() as upstream, _proxy(tmp_path, upstream.url) as (serving, rb):
         messages: list[Any] = [{"role": "user", "content": "tool"}]
         for turn in range(4):
-            body = {"model": "fake", "messages": messages, "tools": [{"type": "function"}], "stream": turn % 2 == 1}
+            body = {
+                "model": "fake",
+                "messages": messages,
+                "tools": [{"type": "function"}],
+                "stream": turn % 2 == 1,
+            }
             answer = post(f"{serving.url}/episodes/talk/v1/{CHAT}", json=body)
             stored = json.loads(_rows(rb, "messages[-1]")[-1][0])
             if not body["stream"]:
@@ -196,7 +204,7 @@ def test_a_copy_of_an_answer_is_stored_once(tmp_path: Path) -> None:
             tool = {"role": "tool", "tool_call_id": "t1", "content": "tool"}
             messages = [*messages, stored, tool]
         rows = _rows(rb, "messages, finish_reason, input_tokens, output_tokens, tools")
-        for (before, *_), (after, *_) in zip(rows, rows[1:], strict=False):
+        for (before, *_), (after, *_) in pairwise(rows):
             assert after[: len(before)] == before
             assert len(after) == len(before) + 2
         assert {row[1:4] for row in rows} == {("tool_calls", 7, 2)}
@@ -259,7 +267,7 @@ def test_rewards_facts_groups_and_ends_of_episodes(tmp_path: Path) -> None:
         assert _act(serving, "reward", {"reward": 7}).json()["late"] is True
         for body in ({"reward": "1"}, {"reward": None}, {}, [], {"rewards": 1}):
             assert _act(serving, "reward", body).status_code == 422
-        episodes = 'source, length, "return", status, info->>\'task\', info->>\'ok\''
+        episodes = "source, length, \"return\", status, info->>'task', info->>'ok'"
         assert rb.sql(f"SELECT {episodes} FROM episodes ORDER BY source").fetchall() == [
             ("e1", 4, 1.25, "terminated", "add", "true"),
             ("e2", 3, 0.0, "truncated", "add", None),
@@ -268,7 +276,10 @@ def test_rewards_facts_groups_and_ends_of_episodes(tmp_path: Path) -> None:
         assert [(one["key"], one["status"], one["max_version"]) for one in groups] == [("g", "complete", 3)]
         assert _rows(rb, "late_reward", "event = 'end'") == [(7.0,), (None,)]
         post(f"{serving.url}/episodes/e1/v1/{CHAT}?x-expstore-split=eval", json=_chat("hi"))
-        assert rb.sql("SELECT split, status FROM episodes WHERE source = 'e1'").fetchall()[-1] == ("eval", "open")
+        assert rb.sql("SELECT split, status FROM episodes WHERE source = 'e1'").fetchall()[-1] == (
+            "eval",
+            "open",
+        )
 
 
 def test_a_silent_episode_is_cut_and_resumed_but_never_during_a_call(tmp_path: Path) -> None:
@@ -395,7 +406,9 @@ def test_programs_get_the_same_answers(tmp_path: Path, program: str) -> None:
         pytest.importorskip("openai")
     elif shutil.which(program) is None:
         pytest.skip(f"there is no {program}")
-    command = {"curl": _CURL, "node": ["node", "-e", _FETCH], "openai": [sys.executable, "-c", _OPENAI]}[program]
+    command = {"curl": _CURL, "node": ["node", "-e", _FETCH], "openai": [sys.executable, "-c", _OPENAI]}[
+        program
+    ]
     body = json.dumps(_chat("hello", stream=True)).encode()
     with FakeUpstream() as upstream, _proxy(tmp_path, upstream.url) as (serving, rb):
         direct, relayed = (
@@ -437,6 +450,10 @@ class _Client(threading.Thread):
                 self.answered.append(word)
 
 
+def _have_answers(clients: list[_Client], count: int) -> bool:
+    return sum(len(one.answered) for one in clients) >= count
+
+
 def _check_kills(tmp_path: Path, count: int, seed: int) -> None:
     """Kill a proxy at random moments; compare its store with what clients saw."""
     chance = random.Random(seed)
@@ -454,7 +471,7 @@ def _check_kills(tmp_path: Path, count: int, seed: int) -> None:
                     assert child.stdout.readline()
                     clients = [_Client(url, 3 * life + one) for one in range(3)]
                     due = chance.randrange(1, 40)
-                    wait_until(lambda: sum(len(one.answered) for one in clients) >= due)
+                    wait_until(partial(_have_answers, clients, due))
                     threading.Event().wait(chance.random() * 0.03)
                 finally:
                     child.kill()
@@ -483,8 +500,7 @@ def _check_kills(tmp_path: Path, count: int, seed: int) -> None:
 
 @pytest.mark.guarantee(
     "capture/answered",
-    "A call whose answer a client has seen whole is stored once, whenever the proxy is killed; others are rows "
-    "that say so.",
+    "A call that a client saw answered is stored once, whenever the proxy is killed; others are marked.",
 )
 def test_answered_calls_survive_kills(tmp_path: Path) -> None:
     _check_kills(tmp_path, 2, seed=0)

@@ -188,7 +188,12 @@ def response_events(word: str) -> list[bytes]:
 
 
 def _whole(status: int, body: bytes, *headers: str) -> bytes:
-    lines = [f"HTTP/1.1 {status} X", "Content-Type: application/json", f"Content-Length: {len(body)}", *headers]
+    lines = [
+        f"HTTP/1.1 {status} X",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+        *headers,
+    ]
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
