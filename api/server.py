@@ -281,7 +281,7 @@ class _Server(uvicorn.Server):
         if stores.single:
             stores.get(stores.names()[0])
         if (proxy := getattr(self._app.state, "proxy", None)) is not None:
-            proxy.open()
+            proxy.start()
         await super().startup(sockets)
         self._ready()
 

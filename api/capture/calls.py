@@ -9,54 +9,12 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-import pyarrow as pa
-
-from expstore.specs import Continued
 
 CHAT, RESPONSES = "chat/completions", "responses"
 #: Paths below `/v1/` that are recorded.
 RECORDED = frozenset({CHAT, RESPONSES})
-#: Kinds of fields: the type of the field, its Arrow type, and its value if there is nothing to store.
-_TEXT = (str, pa.string(), None)
-_TEXTS: tuple[Any, pa.DataType, Any] = (Continued(str), pa.list_(pa.string()), [])
-_FLAG = ("bool", pa.bool_(), False)
-#: The fields of a row, which is a call, a reward, or the end of an episode.
-FIELDS: Mapping[str | tuple[str, ...], tuple[Any, pa.DataType, Any]] = {
-    "event": _TEXT,
-    "call": _TEXT,
-    "outcome": _TEXT,
-    "status": (pa.int32(), pa.int32(), None),
-    "path": _TEXT,
-    "model": _TEXT,
-    "messages": _TEXTS,
-    "tools": _TEXTS,
-    "finish_reason": _TEXT,
-    "request": _TEXT,
-    "response": _TEXT,
-    "error": _TEXT,
-    "input_tokens": (pa.int64(), pa.int64(), None),
-    "output_tokens": (pa.int64(), pa.int64(), None),
-    "prompt_token_ids": (Continued("int32"), pa.list_(pa.int32()), []),
-    "token_ids": (("int32", (None,)), pa.list_(pa.int32()), []),
-    "logprobs": (("float32", (None,)), pa.list_(pa.float32()), []),
-    "token_texts": (pa.list_(pa.string()), pa.list_(pa.string()), []),
-    "started": (pa.timestamp("us"), pa.timestamp("us"), None),
-    "first_byte": (pa.float64(), pa.float64(), None),
-    "seconds": (pa.float64(), pa.float64(), None),
-    "retry": (pa.int32(), pa.int32(), None),
-    "digest": _TEXT,
-    "group": _TEXT,
-    "policy_version": ("int64", pa.int64(), 0),
-    ("next", "reward"): ("float32", pa.float32(), 0.0),
-    ("next", "terminated"): _FLAG,
-    ("next", "truncated"): _FLAG,
-}
-_SCHEMA = pa.schema(
-    [(name if isinstance(name, str) else ".".join(name), kind) for name, (_, kind, _) in FIELDS.items()]
-)
 #: The end of an event of a stream.
 _EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 #: Types of the events that end a stream of responses.
@@ -347,22 +305,3 @@ def ask_for_tokens(body: bytes) -> bytes:
     if asked is None:
         return body
     return dump({"logprobs": True, "return_token_ids": True} | asked).encode()
-
-
-def build_row(values: Mapping[Any, Any], omit: Collection[str] = ()) -> pa.Table:
-    """Return a table of one row.
-
-    Args:
-        values: Values by field; fields without one are empty.
-        omit: Fields that are left empty.
-    """
-    columns = []
-    for name, (_, kind, empty) in FIELDS.items():
-        value = empty if name in omit else values.get(name, empty)
-        columns.append(pa.array([value], kind))
-    return pa.table(columns, _SCHEMA)
-
-
-def describe_fields() -> dict[Any, Any]:
-    """Return the type of each field, as `schema=` of `expstore.open` takes them."""
-    return {name: kind for name, (kind, _, _) in FIELDS.items()}

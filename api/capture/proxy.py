@@ -95,8 +95,8 @@ class Proxy:
         ]
         routes.append(Route("/v1/{path:path}", endpoint, name=RELAY))
 
-    def open(self) -> Recorder:
-        """Open the store, and append rows for calls that a kill has left unanswered.
+    def start(self) -> Recorder:
+        """Open the store unless it is open, and append rows for calls that a kill has left unanswered.
 
         Raises:
             ExpStoreError: The store cannot be written, or has other fields than calls.
@@ -107,7 +107,7 @@ class Proxy:
             return self._recorder
 
     async def _open(self) -> Recorder:
-        return await asyncio.to_thread(self.open) if self._recorder is None else self._recorder
+        return await asyncio.to_thread(self.start) if self._recorder is None else self._recorder
 
     async def close(self) -> None:
         """Close the connections to the upstream, and finish writing rows; before the store is closed."""
@@ -197,9 +197,9 @@ class Proxy:
             asyncio.get_running_loop().run_in_executor(self._writer, recorder.prepare, call)
         exchange = _Exchange(call, scope, send, lambda: self._record(recorder, call))
         work = asyncio.ensure_future(self._answer(exchange, target, sent))
-        leaving = asyncio.ensure_future(_wait_until_left(receive))
+        departure = asyncio.ensure_future(_wait_until_left(receive))
         try:
-            await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({work, departure}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done() and not exchange.is_recording:
                 work.cancel()
                 await asyncio.wait({work})
@@ -211,7 +211,7 @@ class Proxy:
         finally:
             # The server is shut down: the mark remains, and the next start appends the row.
             work.cancel()
-            leaving.cancel()
+            departure.cancel()
 
     async def _answer(self, exchange: _Exchange, target: bytes, sent: list[Header]) -> None:
         """Pass a call on, and its answer back. The answer must not be compressed."""

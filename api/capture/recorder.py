@@ -27,6 +27,7 @@ from expstore.errors import ExpStoreError, StateError
 from expstore.schema.field_parser import schema_of
 from expstore.storages.episode_lookup import steps_of_episode
 from expstore.storages.read_view import read_stable
+from expstore.wire.call_rows import build_row, describe_fields
 
 _log = logging.getLogger("expstore.api")
 #: Session of calls without an episode, and prefix of the sessions of episodes: one session each.
@@ -95,7 +96,7 @@ def store_settings(group_size: int | None) -> dict[str, Any]:
         group_size: Number of episodes of a group; None: groups are closed by `rb.groups.close`.
     """
     size = {} if group_size is None else {"group_size": group_size}
-    return {"layout": "arrow", "schema": calls.describe_fields(), "episodes": {"group": "group"} | size}
+    return {"layout": "arrow", "schema": describe_fields(), "episodes": {"group": "group"} | size}
 
 
 class Recorder:
@@ -118,7 +119,7 @@ class Recorder:
     def __init__(self, served: Served, settings: Capture) -> None:
         served.rb.storage.writer()
         self._served, self._rb = served, served.rb
-        expected = schema_of(calls.describe_fields())
+        expected = schema_of(describe_fields())
         assert expected is not None
         found = {one.key: one for one in served.rb.schema.fields} if served.rb.schema else {}
         if any(found.get(one.key) != one for one in expected.fields):
@@ -252,7 +253,7 @@ class Recorder:
         row |= {("next", "terminated"): ends, **values}
         session = _session_of(asked.episode)
         self._rb.extend(
-            calls.build_row(row, self._omit),
+            build_row(row, self._omit),
             source=asked.episode,
             session=session,
             episode_info=asked.facts or None,

@@ -219,7 +219,8 @@ def capture(
         path=path, token=_read(token_file), hosts=tuple(allow_host or ()), capture=made,
         **_read_limits(limits),
     )  # fmt: skip
-    if not ReadingDisk().exists(path):
+    disk = ReadingDisk()
+    if not disk.exists(path):
         expstore.open(path, mode="x", **store_settings(group_size)).close()
     elif group_size is not None:
         raise typer.BadParameter(f"{path} exists, and its groups have their size", param_hint="--group-size")

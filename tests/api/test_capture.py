@@ -60,7 +60,7 @@ def _proxy(
         expstore.open(path, **store_settings(group_size)).close()
     known = {name: settings.pop(name) for name in ("on_error", "omit", "ask_logprobs") if name in settings}
     with Serving(Settings(path=path, capture=Capture(upstream=upstream, **known), **settings)) as serving:
-        yield serving, serving.app.state.proxy.open()._rb
+        yield serving, serving.app.state.proxy.start()._rb
 
 
 def _post(url: str, path: str, body: Any, **headers: str) -> tuple[int, list[tuple[str, str]], bytes, bool]:
@@ -188,12 +188,12 @@ def test_a_copy_of_an_answer_is_stored_once(tmp_path: Path) -> None:
     """An agent's loop: each request has all messages before; streamed and whole answers are equal."""
     with FakeUpstream() as upstream, _proxy(tmp_path, upstream.url) as (serving, rb):
         messages: list[Any] = [{"role": "user", "content": "tool"}]
-        for turn in range(4):
+        for number in range(4):
             body = {
                 "model": "fake",
                 "messages": messages,
                 "tools": [{"type": "function"}],
-                "stream": turn % 2 == 1,
+                "stream": number % 2 == 1,
             }
             answer = post(f"{serving.url}/episodes/talk/v1/{CHAT}", json=body)
             stored = json.loads(_rows(rb, "messages[-1]")[-1][0])
@@ -219,7 +219,7 @@ def test_logprobs_and_token_ids_are_stored_if_they_are_asked_for(tmp_path: Path)
         assert _rows(rb, names) == [([1, 2, 3], [4, 5], [-0.5, -0.5], ["hi", "!"]), ([], [], [], [])]
 
 
-@pytest.mark.guarantee("capture/key", "The key of a language model's server is never stored or logged.")
+@pytest.mark.guarantee("access/model-key", "The key of a language model's server is never stored or logged.")
 def test_the_key_and_omitted_fields_are_nowhere(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(0)
     secret = "a text that is left out"
@@ -340,7 +340,7 @@ def test_calls_that_cannot_be_stored_fail_or_pass_as_it_was_asked(
             assert "expstore_calls_lost_total 1.0" in httpx.get(f"{serving.url}/metrics", timeout=60).text
             assert "was not recorded: the disk is full" in caplog.text
             monkeypatch.undo()
-            assert serving.app.state.proxy.open()._marks.read() == []
+            assert serving.app.state.proxy.start()._marks.read() == []
 
 
 def test_a_token_of_the_server_is_a_header_of_its_own(tmp_path: Path) -> None:
@@ -379,7 +379,7 @@ def test_settings_and_stores_that_cannot_record_are_refused(tmp_path: Path) -> N
     expstore.open(tmp_path / "other.exp", schema={"a": "int64"}).close()
     app = expstore.api.create_app(Settings(path=tmp_path / "other.exp", capture=capture))
     with pytest.raises(StateError):
-        app.state.proxy.open()
+        app.state.proxy.start()
     app.state.stores.close()
     with pytest.raises(StateError):
         expstore.api.create_app(Settings(path=tmp_path, capture=capture))
@@ -499,7 +499,7 @@ def _check_kills(tmp_path: Path, count: int, seed: int) -> None:
 
 
 @pytest.mark.guarantee(
-    "capture/answered",
+    "kill/calls",
     "A call that a client saw answered is stored once, whenever the proxy is killed; others are marked.",
 )
 def test_answered_calls_survive_kills(tmp_path: Path) -> None:
