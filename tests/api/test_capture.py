@@ -26,6 +26,7 @@ from expstore.api import Settings
 from expstore.api.capture.calls import CHAT, RESPONSES, EventStream, message_text
 from expstore.api.capture.recorder import store_settings
 from expstore.api.settings import Capture
+from expstore.cli.app import run
 from expstore.errors import ArgumentError, StateError, StorageError
 from tests.support import warm_processes
 from tests.support.fake_upstream import FakeUpstream, chat_events, response_events
@@ -217,6 +218,34 @@ def test_logprobs_and_token_ids_are_stored_if_they_are_asked_for(tmp_path: Path)
         post(f"{serving.url}/v1/{CHAT}", json=_chat("hi"))
         post(f"{serving.url}/v1/{CHAT}", json=_chat("hi", logprobs=False, return_token_ids=False))
         assert _rows(rb, names) == [([1, 2, 3], [4, 5], [-0.5, -0.5], ["hi", "!"]), ([], [], [], [])]
+
+
+def test_conversations_are_printed_and_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, target = str(tmp_path / "run.exp"), tmp_path / "chat.jsonl"
+    with FakeUpstream() as upstream, _proxy(tmp_path, upstream.url) as (serving, _):
+        url = f"{serving.url}/episodes/e1/v1"
+        said = post(f"{url}/{CHAT}", json=_chat("tool", tools=[{"type": "function"}])).json()["choices"][0]
+        messages = [*_chat("tool")["messages"], said["message"], {"role": "tool", "content": "4"}]
+        post(f"{url}/{CHAT}", json={"model": "fake", "messages": messages})
+        for word in ("another", "500"):
+            post(f"{url}/{CHAT}", json=_chat(word))
+        post(f"{url}/{RESPONSES}", json=_response("yes"))
+        _act(serving, "end", {"reward": 2})
+    assert run(["export", path, str(target), "--chat", "--where", "status = 'open'"]) == 1
+    assert not target.exists()
+    assert run(["export", path, str(target), "--chat", "--where", '"return" > 1']) == 0
+    lines = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [[one["content"] for one in line["messages"] if "content" in one] for line in lines] == [
+        ["Be brief.", "tool", "4", "4!"],
+        ["Be brief.", "another", "another!"],
+    ]
+    assert {(line["source"], line["return"]) for line in lines} == {("e1", 2.0)}
+    assert run(["export", path, str(target), "--chat", "--parquet"]) == 2
+    capsys.readouterr()
+    assert run(["episode", path, "1"]) == 0
+    printed = capsys.readouterr().out
+    for line in ("user: tool", 'assistant calls add({"a":2,"b":2})', "tool: 4", "assistant: yes!"):
+        assert line in printed.splitlines()
 
 
 @pytest.mark.guarantee("access/model-key", "The key of a language model's server is never stored or logged.")

@@ -40,6 +40,7 @@ class FakeUpstream:
 
     def __exit__(self, *_: object) -> None:
         self.has_ended.set()
+        self._listener.shutdown(socket.SHUT_RDWR)  # ends `accept` of the other thread
         self._listener.close()
 
     def _accept(self) -> None:
