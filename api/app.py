@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 import expstore
 from expstore.api import docs_page, errors
+from expstore.api.capture.proxy import Proxy
 from expstore.api.gateway import Gateway
 from expstore.api.metrics import Metrics
 from expstore.api.openapi import TAGS, add_security
@@ -154,12 +155,18 @@ def create_app(settings: Settings) -> FastAPI:
     """
     stores = Stores(settings)
     upkeep = _Upkeep(stores, settings)
+    metrics = Metrics(stores.open_now, stores.root)
+    proxy = None
+    if settings.capture is not None:
+        proxy = Proxy(stores, settings.capture, metrics.calls_lost.inc)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await upkeep.remove_leftovers()
         upkeep.start()
         yield
+        if proxy is not None:
+            await proxy.close()
         await upkeep.stop()
 
     app = _Api(
@@ -176,13 +183,15 @@ def create_app(settings: Settings) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,  # a name that ends with a slash is another name
     )
-    metrics = Metrics(stores.open_now, stores.root)
     app.state.settings, app.state.stores, app.state.metrics = settings, stores, metrics
+    app.state.proxy = proxy
     errors.install(app)
     app.routes.extend(READING if settings.read_only else READING + _CHANGING)
     docs_page.install(app)
     if settings.ui:
         page_files.install(app)
+    if proxy is not None:
+        proxy.add_to(app.routes)
     app.add_middleware(Gateway, routes=app.routes, settings=settings, metrics=metrics)
     return app
 

@@ -25,6 +25,8 @@ from expstore.api.settings import Settings
 _HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?")
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _SAME_SITE = frozenset({"same-origin", "none"})
+#: Header with the server's token in calls to a language model, whose Authorization is for the model's server.
+TOKEN_HEADER = "x-expstore-token"
 
 
 def is_loopback(address: str) -> bool:
@@ -51,13 +53,14 @@ class Access:
         self._hosts = _LOOPBACK_NAMES | {host.lower() for host in settings.hosts}
         self._rates = None if settings.rate is None else Rates(settings.rate)
 
-    def check(self, scope: Scope, headers: Headers, need: str) -> None:
+    def check(self, scope: Scope, headers: Headers, need: str, *, is_relayed: bool = False) -> None:
         """Check a request; note in its scope, as `expstore.may`, what its token permits.
 
         Args:
             scope: The request's ASGI scope.
             headers: Its headers.
             need: The permission that it needs.
+            is_relayed: Whether it is a call to a language model: its token is in a header of its own.
 
         Raises:
             Refusal: 400: the server does not have the host's name. 403: the request comes from another
@@ -70,7 +73,10 @@ class Access:
             self._check_host(host, server)
         if need != Need.NOTHING:
             _check_origin(headers, host)
-        may = self._find_role(headers.getlist("authorization"), server)
+        sent = headers.getlist("authorization")
+        if is_relayed:
+            sent = [f"Bearer {token}" for token in headers.getlist(TOKEN_HEADER)]
+        may = self._find_role(sent, server)
         scope["expstore.may"] = may
         if self._rates is not None:
             client = (scope.get("client") or ("", None))[0]
@@ -80,7 +86,9 @@ class Access:
             raise Refusal(
                 401,
                 "a valid token is needed",
-                hint="send Authorization: Bearer TOKEN; in Python: expstore.connect(url, token=TOKEN)",
+                hint=f"send {TOKEN_HEADER}: TOKEN"
+                if is_relayed
+                else "send Authorization: Bearer TOKEN; in Python: expstore.connect(url, token=TOKEN)",
                 headers={"WWW-Authenticate": "Bearer"},
             )
         if need == Need.WRITE and may != Need.WRITE:

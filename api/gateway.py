@@ -40,6 +40,8 @@ _METHODS = frozenset({"GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"
 _UNKNOWN = "(none)"
 #: Maximum size of a body that is parsed in the event loop, which blocks other requests for up to 0.1 s.
 JSON_BYTES = 16 << 20
+#: Name of the routes whose requests are passed on to the server of a language model.
+RELAY = "relay"
 #: A Content-Length with more digits exceeds any limit; Python does not parse numbers of any length.
 _DIGITS = 18
 
@@ -78,7 +80,7 @@ class Gateway:
         self._metrics.in_flight.inc()
         try:
             try:
-                self._access.check(scope, headers, route.need)
+                self._access.check(scope, headers, route.need, is_relayed=route.is_relayed)
                 exchange.check_length()
                 await self._app(scope, exchange.receive, exchange.send)
             except Exception as exc:
@@ -134,11 +136,13 @@ class RouteInfo(NamedTuple):
         path: The path of its route with names in braces, as in the OpenAPI document.
         need: The permission that a client needs.
         is_parsed: Whether its body is parsed in the event loop before the route is called.
+        is_relayed: Whether it is passed on to the server of a language model.
     """
 
     path: str
     need: str
     is_parsed: bool = False
+    is_relayed: bool = False
 
 
 def find_route(routes: Iterable[BaseRoute], scope: Scope) -> RouteInfo:
@@ -161,6 +165,8 @@ def find_route(routes: Iterable[BaseRoute], scope: Scope) -> RouteInfo:
 def _describe(route: BaseRoute | None, method: str, *, has_method: bool) -> RouteInfo:
     if method in SAFE and getattr(route, "name", "") == page_files.NAME:
         return RouteInfo(page_files.PATH, Need.NOTHING)
+    if route is not None and getattr(route, "name", "") == RELAY:
+        return RouteInfo(getattr(route, "path_format", _UNKNOWN), Need.WRITE, is_relayed=True)
     need = Need.READ if method in SAFE else Need.WRITE
     if not (isinstance(route, APIRoute) and route.include_in_schema):
         return RouteInfo(_UNKNOWN, need)
@@ -245,11 +251,12 @@ class _Exchange:
             return
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            headers = MutableHeaders(scope=message)
-            headers["X-Request-ID"] = self.scope["request_id"]
-            for name, value in BROWSER_HEADERS.items():
-                headers.setdefault(name, value)
-            self.rows_out = int(headers.get(ROWS, 0))
+            if not self.scope.get("expstore.is_relayed"):  # headers of another server stay as they are
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-ID"] = self.scope["request_id"]
+                for name, value in BROWSER_HEADERS.items():
+                    headers.setdefault(name, value)
+                self.rows_out = int(headers.get(ROWS, 0))
         else:
             self.bytes_out += len(message.get("body", b""))
         await self._send(message)

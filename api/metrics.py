@@ -55,7 +55,9 @@ class Metrics:
             name: Counter(f"expstore_{name}", meaning, ("route",), registry=registry)
             for name, meaning in _AMOUNTS.items()
         }
-
+        self.calls_lost = Counter(
+            "expstore_calls_lost", "Calls to a language model that could not be recorded.", registry=registry
+        )
         ProcessCollector(registry=registry)  # of Linux only: RSS, descriptors, CPU time, start time
 
     def count(self, route: str, method: str, status: int, seconds: float, amounts: Mapping[str, int]) -> None:

@@ -280,6 +280,8 @@ class _Server(uvicorn.Server):
         stores = self._app.state.stores
         if stores.single:
             stores.get(stores.names()[0])
+        if (proxy := getattr(self._app.state, "proxy", None)) is not None:
+            proxy.start()
         await super().startup(sockets)
         self._ready()
 

@@ -9,12 +9,54 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from expstore.disk.local_path import local_path
-from expstore.errors import StateError
+from expstore.errors import ArgumentError, StateError
 from expstore.rate_limiters import MinSize, RateLimiter, SampleToInsertRatio
 
 MiB = 1 << 20
+#: Fields of calls that may be left empty.
+OMITTABLE = (
+    "messages", "tools", "request", "response", "error", "prompt_token_ids", "token_ids", "logprobs",
+    "token_texts",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capture:
+    """How the calls of agents to a language model are passed on and recorded.
+
+    Args:
+        upstream: Address of the model's server, up to `/v1`; requests never go elsewhere.
+        on_error: What happens to a call that cannot be recorded: "fail" withholds the end of its answer,
+            "pass" answers it.
+        omit: Fields of the rows that are left empty.
+        ask_logprobs: Add to chat completions that log-probabilities and token ids are wanted.
+
+    Raises:
+        ArgumentError: The address is not one of HTTP, or `on_error` or a field is unknown.
+    """
+
+    upstream: str
+    on_error: str = "fail"
+    omit: tuple[str, ...] = ()
+    ask_logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.upstream)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise ArgumentError(
+                f"{self.upstream!r} is not the address of a server",
+                hint="use one such as http://127.0.0.1:8000/v1",
+            )
+        if parts.username or parts.password:
+            raise ArgumentError("the address has a password", hint="let the clients send the key")
+        if self.on_error not in ("fail", "pass"):
+            raise ArgumentError(f"on_error is {self.on_error!r}", hint='use "fail" or "pass"')
+        for name in self.omit:
+            if name not in OMITTABLE:
+                raise ArgumentError(f"field {name!r} cannot be omitted", hint=f"use {', '.join(OMITTABLE)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +93,7 @@ class Settings:
         shutdown_seconds: Seconds that running requests have to finish at shutdown.
         session_timeout: Seconds without a request or heartbeat after which a client's session ends, counted
             from the start of the server at the earliest: its open episodes are cut.
+        capture: How calls to a language model are recorded in the store; None: they are not.
         clock: Returns seconds of a monotonic clock, used for session timeouts.
     """
 
@@ -79,6 +122,7 @@ class Settings:
     wait_seconds: float = 60.0
     shutdown_seconds: float = 5.0
     session_timeout: float = 3600.0
+    capture: Capture | None = None
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
 
     def __post_init__(self) -> None:
@@ -95,6 +139,11 @@ class Settings:
             raise ValueError("error_buffer requires samples_per_insert, from which it permits a deviation")
         if not self.session_timeout > 0:
             raise ValueError(f"session_timeout must be above 0 seconds, got {self.session_timeout!r}")
+        if self.capture is not None and (self.read_only or self.limiter() is not None):
+            raise StateError(
+                "calls are recorded at once, and a server that is read-only or limits its writes cannot",
+                kind="capture", hint="leave read_only, min_size and samples_per_insert out",
+            )  # fmt: skip
         for token in (self.token, self.read_token):
             if not isinstance(token, bytes | None):
                 raise StateError(

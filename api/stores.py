@@ -111,6 +111,8 @@ class Served:
         self.streams = CapacityLimiter(settings.concurrency)
         #: Whether the server is shutting down: endless streams must stop.
         self.ending = False
+        #: Sessions with calls that are being made (`expstore.api.capture`): they are not silent.
+        self.running: Collection[str] = ()
         self._settings = settings
         self._workers = CapacityLimiter(settings.concurrency)
         self._requests = 0
@@ -223,6 +225,8 @@ class Served:
     def end_silent(self) -> None:
         """End the remote sessions that have been silent for `session_timeout` seconds."""
         episodes = self.rb.episodes
+        for session in tuple(self.running):
+            self.heard.note(session)
         silent = self.heard.silent(episodes.remote_sessions(), self._settings.session_timeout)
         if silent:
             _log.info("store %s: %d silent sessions were ended", self.name, len(silent))

@@ -661,4 +661,14 @@ add_command(
         "expstore serve runs --host 0.0.0.0 --token-file token --limits limits.toml",
     ),
 )
+add_command(
+    app,
+    serve.capture,
+    heading=SERVE,
+    notes=serve.CAPTURE_NOTES,
+    examples=(
+        "expstore capture run.exp --upstream http://127.0.0.1:8000/v1",
+        "expstore capture run.exp --upstream https://api.openai.com/v1 --on-error pass --omit messages",
+    ),
+)
 app.add_typer(cluster, rich_help_panel=SERVE)

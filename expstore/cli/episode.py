@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from expstore.cli.chats import has_calls, show_conversations
 from expstore.cli.output import Json, print_json, print_table
 from expstore.cli.paths import to_local
 from expstore.core.tables import cell_text, elide, printable
@@ -54,6 +55,8 @@ def episode(
             typer.echo(f"a picture of episode {number} was written to {png}")
         else:
             _show_facts(facts)
+            if has_calls(storage.schema):
+                show_conversations(path, number)
             _show_rows(storage, number)
     return 0
 

@@ -70,6 +70,13 @@ AsLeRobot = Annotated[
 ]
 AsMinari = Annotated[bool, typer.Option("--minari", help="A Minari dataset (HDF5).")]
 AsNpz = Annotated[bool, typer.Option("--npz", help="A NumPy .npz file with the names of --hdf5.")]
+AsChat = Annotated[
+    bool,
+    typer.Option(
+        "--chat",
+        help="JSON lines of messages, for supervised training: the conversations of expstore capture.",
+    ),
+]
 AsParquet = Annotated[
     bool, typer.Option("--parquet", help="A folder: rows/*.parquet, sorted by episode, and episodes.parquet.")
 ]
@@ -157,6 +164,7 @@ def export(
     as_minari: AsMinari = False,
     as_npz: AsNpz = False,
     as_parquet: AsParquet = False,
+    as_chat: AsChat = False,
     fields: Fields = None,
     episodes: EpisodeRange = None,
     where: Where = None,
@@ -196,6 +204,10 @@ def export(
         return _export_draws(store, target, consumer, as_json=as_json)
     if consumer is not None:
         raise typer.BadParameter("--consumer requires --draws")
+    if as_chat:
+        if chosen or not all(one is None for one in (fields, episodes, version, dataset_id)):
+            raise typer.BadParameter("--chat takes --where and --json, and no option for rows")
+        return _export_chat(store, target, where, as_json=as_json)
     if len(chosen) != 1:
         raise typer.BadParameter(f"choose one format: {', '.join(f'--{name}' for name in asked)}")
     if episodes is not None and where is not None:
@@ -225,6 +237,17 @@ def export(
         print_json(dataclasses.asdict(done) | {"path": str(done.path), "fields": list(done.fields)})
     else:
         _tell(done)
+    return 0
+
+
+def _export_chat(store: Path, target: Path, where: str | None, *, as_json: bool) -> int:
+    from expstore.cli.chats import export_chat
+
+    count = export_chat(store, target, "true" if where is None else where)
+    if as_json:
+        print_json({"path": str(target), "conversations": count})
+    else:
+        typer.echo(f"{target} holds {count:,} conversations")
     return 0
 
 

@@ -55,6 +55,13 @@ SERVE_NOTES = (
     "A file of limits is TOML, a line such as `max_rows = 100000` for each limit that is not the default:"
     "\n\n\b\n" + "\n".join(f"  {name:16} {what}" for name, what in LIMITS.items())
 )
+CAPTURE_NOTES = (
+    "Give agents the address http://127.0.0.1:8500/episodes/NAME/v1: their calls become the rows of one "
+    'episode. POST /episodes/NAME/reward and /end take {"reward": 1.0}. An episode '
+    "without calls for the session_timeout of --limits is cut, and its next call resumes it.\n\n"
+    "An answer ends when its call is in the store; of a call without an answer a row says so. The key of the "
+    "model's server is passed on and not stored. The server has all routes of expstore serve, too."
+)
 UI_NOTES = (
     "Stores are only read, so another process may write to them meanwhile; the page shows what it adds. "
     "It runs with a low priority (nice 10), so that the writer is not slowed down. "
@@ -107,7 +114,26 @@ _Ratio = Annotated[
 _Buffer = Annotated[
     float | None, typer.Option(min=0, help="Permitted deviation from --samples-per-insert, in samples.")
 ]
+_OnError = Annotated[
+    str,
+    typer.Option(
+        metavar="fail|pass",
+        help="What happens to a call that cannot be recorded: fail withholds the end of its answer, pass "
+        "answers it and counts it.",
+    ),
+]
+_Omit = Annotated[
+    list[str] | None,
+    typer.Option(metavar="FIELD", help="A field that is left empty, such as messages. May be repeated."),
+]
+_Ask = Annotated[
+    bool,
+    typer.Option(
+        "--ask-logprobs", help="Also ask for log-probabilities and token ids, as vLLM and SGLang return them."
+    ),
+]
 _Log = Annotated[bool, typer.Option("--access-log", help="Print a line of JSON per request on stderr.")]
+_AsJson = Annotated[bool, typer.Option("--json", help="Print lines of JSON.")]
 
 
 def serve(
@@ -134,18 +160,77 @@ def serve(
     ] = 1,
     samples_per_insert: _Ratio = None,
     error_buffer: _Buffer = None,
+    capture_url: Annotated[
+        str | None,
+        typer.Option(
+            "--capture",
+            metavar="URL",
+            help="Also record calls of agents to the language model at this address, as expstore capture.",
+        ),
+    ] = None,
     access_log: _Log = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print lines of JSON.")] = False,
+    as_json: _AsJson = False,
 ) -> int:
     """Serve stores over HTTP."""
-    from expstore.api.server import serve as run
-    from expstore.api.settings import Settings
+    from expstore.api.settings import Capture, Settings
 
     settings = Settings(
         path=path, token=_read(token_file), read_token=_read(read_token_file), read_only=read_only,
         hosts=tuple(allow_host or ()), sql=not no_sql, ui=not no_ui, min_size=min_size,
-        samples_per_insert=samples_per_insert, error_buffer=error_buffer, **_read_limits(limits),
+        samples_per_insert=samples_per_insert, error_buffer=error_buffer,
+        capture=None if capture_url is None else Capture(upstream=capture_url), **_read_limits(limits),
     )  # fmt: skip
+    return _serve(settings, host, port, access_log=access_log, as_json=as_json)
+
+
+def capture(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            callback=to_local, metavar="STORE", help="The store of the calls; created if it does not exist."
+        ),
+    ],
+    upstream: Annotated[
+        str, typer.Option(metavar="URL", help="Address of the language model's server, up to /v1.")
+    ],
+    host: _Host = "127.0.0.1",
+    port: _Port = 8500,
+    token_file: _Token = None,
+    allow_host: _Hosts = None,
+    on_error: _OnError = "fail",
+    omit: _Omit = None,
+    ask_logprobs: _Ask = False,
+    group_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of episodes of a group, for a new store."),
+    ] = None,
+    limits: _Limits = None,
+    access_log: _Log = False,
+    as_json: _AsJson = False,
+) -> int:
+    """Record the calls of agents to a language model: a proxy with the API of OpenAI."""
+    import expstore
+    from expstore.api.capture.recorder import store_settings
+    from expstore.api.settings import Capture, Settings
+    from expstore.disk.files import ReadingDisk
+
+    made = Capture(upstream=upstream, on_error=on_error, omit=tuple(omit or ()), ask_logprobs=ask_logprobs)
+    settings = Settings(
+        path=path, token=_read(token_file), hosts=tuple(allow_host or ()), capture=made,
+        **_read_limits(limits),
+    )  # fmt: skip
+    disk = ReadingDisk()
+    if not disk.exists(path):
+        expstore.open(path, mode="x", **store_settings(group_size)).close()
+    elif group_size is not None:
+        raise typer.BadParameter(f"{path} exists, and its groups have their size", param_hint="--group-size")
+    return _serve(settings, host, port, access_log=access_log, as_json=as_json)
+
+
+def _serve(settings: Settings, host: str, port: int, *, access_log: bool, as_json: bool) -> int:
+    """Serve until a signal arrives."""
+    from expstore.api.server import serve as run
+
     if access_log:
         _log_requests()
 
@@ -261,7 +346,8 @@ def _facts(settings: Settings, listening: Listening) -> dict[str, object]:
 def _line(settings: Settings, listening: Listening) -> str:
     stores = listening.stores
     what = f"{settings.path}" if len(stores) == 1 else f"{settings.path} ({len(stores)} stores)"
-    return f"serving {what} at {listening.url}" + (", read-only" if settings.read_only else "")
+    calls = f", calls go to {settings.capture.upstream}" if settings.capture else ""
+    return f"serving {what} at {listening.url}{calls}" + (", read-only" if settings.read_only else "")
 
 
 def _read(path: Path | None) -> bytes | None:

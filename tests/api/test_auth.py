@@ -333,6 +333,7 @@ def test_figures_are_counted(tmp_path: Path) -> None:
     assert {name for name, _ in found} == {
         *(f"expstore_request_seconds_{part}" for part in ("bucket", "count", "sum")),
         *(f"expstore_{what}_total" for what in ("bytes_in", "bytes_out", "requests", "rows_in", "rows_out")),
+        "expstore_calls_lost_total",
         "expstore_requests_in_flight", "expstore_stores_open", "expstore_disk_free_bytes",
         "expstore_disk_size_bytes", "process_threads", "process_open_fds", "process_max_fds",
         "process_resident_memory_bytes", "process_virtual_memory_bytes", "process_cpu_seconds_total",
