@@ -157,7 +157,7 @@ def compare_samples(name: str, ours: Any, theirs: Any, effort: Effort) -> Result
 
 
 def measure_stacks(game: Play, folder: Path, effort: Effort) -> Iterator[Result]:
-    """Compare rows of stacks of four frames, of which one is new: written, at a fixed rate too, and sampled."""
+    """Compare rows of stacks of four frames: written, at a fixed rate too, and sampled."""
     from torchrl import data
 
     rows, size = Rows(game, lanes=1, stack=4), effort.stacks

@@ -84,7 +84,7 @@ def span(series: Series) -> str:
 
 
 def compare_offered(name: str, ours: Series, theirs: Series, note: str) -> Result:
-    """Return the row of calls at a fixed rate; its value is how many times as long TorchRL's 99th percentile is."""
+    """Return the row of calls at a fixed rate; its value is the ratio of the 99th percentiles."""
     texts = [
         f"p50 {_format_time(one.median)}, p99 {_format_time(one.last)} n={one.calls}"
         for one in (ours, theirs)
