@@ -245,6 +245,44 @@ def test_every_life_keeps_both(
         life.end()
 
 
+@settings(deadline=None, max_examples=60)
+@given(
+    parts=st.sampled_from([2, 3, 4]),
+    reach=st.integers(1, 30),
+    acts=st.lists(
+        st.tuples(st.integers(1, 40), KINDS, st.integers(1, 4), st.integers(0, 9)), min_size=1, max_size=8
+    ),
+)
+def test_images_are_found_where_they_are_stored(
+    parts: int, reach: int, acts: list[tuple[int, str, int, int]]
+) -> None:
+    """A reference leads to the same bytes, near enough, and to no other reference; calls are repeated, too."""
+    frames, known = Frames(parts), NextRows(parts * WIDTH, reach, parts)
+    images, stored = np.zeros((0, WIDTH), np.uint8), np.zeros(0, bool)
+    for count, kind, lanes, again in acts:
+        rows = frames.rows(kind, count, lanes)
+        place = len(stored) // parts
+        found = known.find_parts(place, *rows)
+        if (
+            again < 2
+        ):  # the write failed, and is repeated in other parts: columns may have what was found first
+            count = count if again else max(1, count // 2)
+            rows = rows[0][:count].copy(), rows[1][:count].copy()
+            first, found = found, known.find_parts(place, *rows)
+            if any((one[:count] != other).any() for one, other in zip(first, found, strict=True)):
+                assert not np.any(found), "what is stored is unknown, and nothing may refer to it"
+                found[1][:] = -1
+        images = np.concatenate([images, rows[1].reshape(-1, WIDTH)])
+        stored = np.append(stored, (found[1] == 0).reshape(-1))
+        for values, numbers in zip(rows, found, strict=True):
+            own = values.reshape(-1, WIDTH)
+            for image in np.flatnonzero(numbers > 0).tolist():
+                back = int(numbers.reshape(-1)[image])
+                there = place * parts + image - back
+                assert back <= reach * parts and there >= 0 and stored[there]
+                np.testing.assert_array_equal(images[there], own[image])
+
+
 @pytest.fixture
 def life(tmp_path: Path) -> Iterator[Life]:
     """80 rows of two lanes, of which 64 can be read; all but the first of each lie with the next ones."""
