@@ -256,7 +256,7 @@ def test_every_life_keeps_both(
 def test_images_are_found_where_they_are_stored(
     parts: int, reach: int, acts: list[tuple[int, str, int, int]]
 ) -> None:
-    """A reference leads to the same bytes, near enough, and to no other reference; calls are repeated, too."""
+    """A reference leads to the same bytes, near enough, and to no other one; also after repeated calls."""
     frames, known = Frames(parts), NextRows(parts * WIDTH, reach, parts)
     images, stored = np.zeros((0, WIDTH), np.uint8), np.zeros(0, bool)
     for count, kind, lanes, again in acts:
@@ -279,7 +279,9 @@ def test_images_are_found_where_they_are_stored(
             for image in np.flatnonzero(numbers > 0).tolist():
                 back = int(numbers.reshape(-1)[image])
                 there = place * parts + image - back
-                assert back <= reach * parts and there >= 0 and stored[there]
+                assert back <= reach * parts
+                assert there >= 0
+                assert stored[there]
                 np.testing.assert_array_equal(images[there], own[image])
 
 

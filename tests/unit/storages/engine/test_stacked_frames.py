@@ -61,7 +61,7 @@ def test_versions_and_smaller_stores_have_the_stacks(tmp_path: Path, capacity: i
         made = rb.dumps(place)
         extend_all(rb, *[ROWS.batch(first, 10) for first in range(133, 213, 10)])
     assert verify(path) == []
-    # Each row adds an image, which is a next one. At two ends the next stack is new, and both stacks after it.
+    # Each row adds an image, a next one. At two ends the next stack is new, and both stacks after it.
     assert capacity is not None or stored == [2 * PARTS, 32 + 2 * 2 * (PARTS - 1)]
     wanted = list(range(0 if capacity is None else 133 - capacity, 133))
     with expstore.open(place, version=made.number, mode="r") as rb:
@@ -130,11 +130,11 @@ def play(steps: int, lanes: int, seed: int, *, last_axis: bool) -> tuple[Any, An
 
 
 @pytest.mark.guarantee("rows/bits")
-@settings(deadline=None, max_examples=6)
+@settings(deadline=None, max_examples=4)
 @given(
-    steps=st.integers(1, 150),
+    steps=st.integers(1, 120),
     lanes=st.integers(1, 8),
-    size=st.integers(1, 60),
+    size=st.integers(5, 60),
     capacity=st.sampled_from([None, CAPACITY]),
     last_axis=st.booleans(),
     seed=st.integers(0, 1000),
@@ -152,9 +152,12 @@ def test_every_byte_of_stacks_is_kept(
     observed, following = play(steps, lanes, seed, last_axis=last_axis)
 
     def check(rb: Any) -> None:
-        rows, first = rb[:], 0 if capacity is None else max(0, steps - capacity)
-        np.testing.assert_array_equal(rows["frame"], observed[first:])
-        np.testing.assert_array_equal(rows["next", "frame"], following[first:])
+        rows, most = rb[:], capacity or steps
+        held = sorted(
+            range(max(0, steps - most), steps), key=lambda row: row % most
+        )  # in the order of indices
+        np.testing.assert_array_equal(rows["frame"], observed[held])
+        np.testing.assert_array_equal(rows["next", "frame"], following[held])
 
     with ROWS.buffer(path, capacity) as rb:
         for first in range(0, steps, size):
@@ -162,7 +165,7 @@ def test_every_byte_of_stacks_is_kept(
             values = {"frame": torch.from_numpy(observed[part])}
             after = {"frame": torch.from_numpy(following[part])}
             rows = TensorDict({**values, "next": after}, [len(observed[part])])
-            if len(rows) < 3:
+            if first == 0:
                 for row in rows.unbind(0):
                     rb.add(row)
             else:
