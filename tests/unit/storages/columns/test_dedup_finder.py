@@ -332,6 +332,23 @@ def test_other_readers_find_the_same_or_zeros(life: Life) -> None:
     np.testing.assert_array_equal(following[:64], [life.rows[one][1] for one in range(1, 65)])
 
 
+def test_other_readers_find_the_images_of_stacks_or_zeros(tmp_path: Path) -> None:
+    import zarr
+
+    life = Life(tmp_path, 64, 24, 24, (4, 8), 4, parts=4)
+    for _ in range(4):
+        life.extend(16, lanes=2)
+    life.sync()
+    group = zarr.open_group(tmp_path / "columns", mode="r")
+    for place, name in enumerate(("a", "next/a")):
+        distances = life.columns.packed[place].distances(np.arange(64)).reshape(64, 4)
+        wanted = np.array([life.rows[one][place] for one in range(1, 65)])
+        wanted[distances > 0] = 0
+        np.testing.assert_array_equal(group[name][:64], wanted)
+        assert (distances == 0).sum() == (2 * 4 if place == 0 else 64 + 2 * 3)
+    life.end()
+
+
 def test_rows_that_lie_with_lost_ones_are_refused(life: Life) -> None:
     """The chunk of next rows 33 to 40 is gone: that costs rows 35 to 42, and no other."""
     life.end()
