@@ -71,14 +71,24 @@ class Rows:
     Args:
         game: The recorded game.
         lanes: Number of environments whose steps alternate: 1 or 8.
+        stack: Number of newest frames in an observation; 1: the frame without an axis for it. Before the
+            first frame of an episode that frame is repeated.
     """
 
-    def __init__(self, game: Play, *, lanes: int) -> None:
+    def __init__(self, game: Play, *, lanes: int, stack: int = 1) -> None:
         self.game = game
+        self._back = np.arange(1 - stack, 1)
         self._steps = game.steps(lanes)
 
     def __len__(self) -> int:
         return self._steps.size
+
+    def _observations(self, at: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """Return what an agent sees at frames. Shape `(n, 84, 84)` or `(n, stack, 84, 84)`."""
+        if self._back.size == 1:
+            return self.game.frames[at]
+        begun = np.searchsorted(self.game.episode, self.game.episode[at])
+        return self.game.frames[np.maximum(at[:, None] + self._back, begun[:, None])]
 
     def batch(self, first: int, count: int) -> TensorDict:
         """Return rows; after the last row counting starts again at 0. Batch size `[count]`."""
@@ -101,11 +111,11 @@ class Rows:
         episodes = int(game.episode[-1]) + 1
         return TensorDict(
             {
-                "observation": torch.from_numpy(game.frames[at]),
+                "observation": torch.from_numpy(self._observations(at)),
                 "action": torch.from_numpy(game.action[at]),
                 **{name: none.clone() for name in flags},
                 "next": {
-                    "observation": torch.from_numpy(game.frames[at + 1]),
+                    "observation": torch.from_numpy(self._observations(at + 1)),
                     "reward": column(game.reward[at]),
                     **{name: column(values) for name, values in flags.items()},
                 },

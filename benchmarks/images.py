@@ -12,15 +12,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import repeat
+from dataclasses import dataclass, replace
+from itertools import cycle, repeat
 from pathlib import Path
 from typing import Any
 
 import expstore
 from benchmarks.atari import GAMES, LANES, Play, Rows, load_game, make_game
-from benchmarks.report import Result, Setup, at_least, compare, run_program, scratch
-from benchmarks.timing import Case, alternate
+from benchmarks.report import Result, Setup, at_least, compare, compare_offered, run_program, scratch
+from benchmarks.timing import Case, alternate, offer
 
 BATCH, SLICES = 256, 8
 #: Kinds of rows: a game, and the number of environments whose steps alternate.
@@ -35,6 +35,10 @@ BARS = {
     **{f"{kind}/sample": at_least(1) for kind in KINDS},
     **{f"{kind}/slices": at_least(3) for kind in KINDS},
     **{f"{game}/extend-{WRITE}": at_least(20, "k rows/s") for game in GAMES},
+    "stacks/add": at_least(2),
+    "stacks/extend-256": at_least(1.4),
+    "stacks/sample-32": at_least(3),
+    "video/slices-16": at_least(6),
 }
 
 
@@ -48,6 +52,9 @@ class Effort:
         calls: Calls in a block.
         rounds: Blocks of each side.
         seconds: Seconds during which rows are written without a pause.
+        stacks: Rows of the stores of stacks and of videos.
+        extends: Calls of `extend` in a block of stacks.
+        offered: Calls at a fixed rate.
     """
 
     steps: int = 12_500
@@ -55,10 +62,13 @@ class Effort:
     calls: int = 60
     rounds: int = 5
     seconds: float = 5.0
+    stacks: int = 4096
+    extends: int = 20
+    offered: int = 200
 
 
 FULL = Effort()
-SMOKE = Effort(steps=80, rows=300, calls=1, rounds=1, seconds=0.05)
+SMOKE = Effort(steps=80, rows=300, calls=1, rounds=1, seconds=0.05, stacks=512, extends=2, offered=2)
 
 
 def open_ours(folder: Path, capacity: int, sampler: Any = None) -> Any:
@@ -88,6 +98,8 @@ def measure(setup: Setup) -> Iterator[Result]:
     }
     for kind, (name, lanes) in KINDS.items():
         yield from measure_kind(kind, games[name], lanes, setup.folder, effort)
+    yield from measure_stacks(games[GAMES[0]], setup.folder, effort)
+    yield from measure_videos(setup.folder, effort)
     # A RAM disk, so that the rate is that of the code.
     with scratch(setup.folder if setup.smoke else Path("/dev/shm"), 0) as folder:
         for name, game in games.items():
@@ -142,6 +154,84 @@ def compare_samples(name: str, ours: Any, theirs: Any, effort: Effort) -> Result
     cases = [Case(lambda _, rb=rb: rb.sample(), repeat(None), effort.calls) for rb in (ours, theirs)]  # type: ignore[misc]
     mine, other = alternate(cases, rounds=effort.rounds)
     return compare(name, mine, other)
+
+
+def measure_stacks(game: Play, folder: Path, effort: Effort) -> Iterator[Result]:
+    """Compare rows of stacks of four frames: written, at a fixed rate too, and sampled."""
+    from torchrl import data
+
+    rows, size = Rows(game, lanes=1, stack=4), effort.stacks
+    batches = [rows.batch(first, 256) for first in range(0, size, 256)]
+    storage = data.LazyMemmapStorage(size, scratch_dir=str(folder / "torchrl"))
+    theirs = data.TensorDictReplayBuffer(storage=storage, batch_size=32)
+    with open_ours(folder, size) as ours:
+        for batch in batches:
+            ours.extend(batch)
+            theirs.extend(batch.clone())
+        singles = [batch[0] for batch in batches] + list(batches[0].unbind(0))
+        acts: dict[str, tuple[str, list[Any], int, float]] = {
+            "extend-256": ("extend", batches, effort.extends, 20),
+            "add": ("add", singles, effort.calls, 500),
+            "sample-32": ("sample", [32], effort.calls, 0),
+        }
+        for name, (act, items, calls, rate) in acts.items():
+            sides = [
+                Case(getattr(rb, act), (copy_row(item) for item in cycle(items)), calls, settle=ours.flush)
+                for rb in (ours, theirs)
+            ]
+            yield compare(f"stacks/{name}", *alternate(sides, rounds=effort.rounds))
+            if rate:
+                late = [offer(replace(side, calls=effort.offered), rate=rate) for side in sides]
+                yield compare_offered(f"stacks/{name}-offered", *late, f"{rate:.0f} calls/s, from when due")
+    shutil.rmtree(folder / "torchrl")
+    shutil.rmtree(folder / "store.exp")
+
+
+def copy_row(item: Any) -> Any:
+    """Return a copy of rows, because TorchRL writes into its inputs."""
+    return item if isinstance(item, int) else item.clone()
+
+
+def measure_videos(folder: Path, effort: Effort) -> Iterator[Result]:
+    """Compare 16 slices of 64 steps of packed frames of 64 x 64 x 3."""
+    import torch
+    from tensordict import TensorDict
+    from torchrl import data
+
+    size = effort.stacks
+    number = torch.arange(size)
+    x = torch.arange(64)
+    frames = (x[None, :, None] + x[None, None, :] // 2 + number[:, None, None]) % 64 * 4
+    ends = {"done": (number % 128 == 127)[:, None], "terminated": (number % 128 == 127)[:, None]}
+    ends["truncated"] = torch.zeros_like(ends["done"])
+    rows = TensorDict(
+        {
+            "pixels": frames.to(torch.uint8)[..., None].repeat(1, 1, 1, 3),
+            "next": ends,
+            "collector": {"traj_ids": number // 128},
+        },
+        [size],
+    )
+    slices = {"num_slices": 16}
+    sampler = data.SliceSampler(**slices, traj_key=("collector", "traj_ids"), cache_values=False)
+    storage = data.LazyMemmapStorage(size, scratch_dir=str(folder / "torchrl"))
+    theirs = data.TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=16 * 64)
+    theirs.extend(rows.clone())
+    layout = expstore.Layout(fields={"pixels": {"layout": "packed"}})
+    with expstore.open(
+        folder / "store.exp",
+        capacity=size,
+        batch_size=16 * 64,
+        layout=layout,
+        sampler=expstore.SliceSampler(**slices),
+        seed=1,
+    ) as ours:
+        for first in range(0, size, 256):
+            ours.extend(rows[first : first + 256])
+        ours.flush()
+        yield compare_samples("video/slices-16", ours, theirs, effort)
+    shutil.rmtree(folder / "torchrl")
+    shutil.rmtree(folder / "store.exp")
 
 
 def measure_writes(name: str, game: Play, folder: Path, effort: Effort) -> Result:

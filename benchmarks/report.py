@@ -83,6 +83,19 @@ def span(series: Series) -> str:
     return f"{median} [{low}–{high}] n={series.calls}"
 
 
+def compare_offered(name: str, ours: Series, theirs: Series, note: str) -> Result:
+    """Return the row of calls at a fixed rate; its value is the ratio of the 99th percentiles."""
+    texts = [
+        f"p50 {_format_time(one.median)}, p99 {_format_time(one.last)} n={one.calls}"
+        for one in (ours, theirs)
+    ]
+    data = {
+        side: one.to_json() | {"p99": one.last} for side, one in (("expstore", ours), ("torchrl", theirs))
+    }
+    ratio = theirs.last / ours.last
+    return Result(name, ratio, *texts, f"{ratio:.3g}x", note, data)
+
+
 def slowdown(quiet: Series, busy: Series) -> str:
     means = f"means {_format_time(quiet.mean)} → {_format_time(busy.mean)}"
     return f"{_format_time(quiet.median)} → {_format_time(busy.median)}, {means} n={busy.calls}"

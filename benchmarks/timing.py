@@ -43,6 +43,11 @@ class Series:
         return self._quantile(0.9)
 
     @property
+    def last(self) -> float:
+        """The 99th percentile."""
+        return self._quantile(0.99)
+
+    @property
     def mean(self) -> float:
         return statistics.fmean(itertools.chain(*self.blocks))
 
@@ -92,6 +97,30 @@ def alternate(cases: Sequence[Case], *, rounds: int, warm: int = 20) -> list[Ser
             cases[place].settle()
             series[place].blocks.append(_time_block(cases[place], cases[place].calls))
     return series
+
+
+def offer(case: Case, *, rate: float, warm: int = 20) -> Series:
+    """Make the calls of a block at a fixed rate, and time each from when it was due.
+
+    A call that takes long delays the calls after it, and their times say so; calls made one after the other
+    would hide it.
+
+    Args:
+        case: The calls.
+        rate: Calls per second.
+        warm: Calls before.
+    """
+    case.settle()
+    _time_block(case, min(warm, case.calls))
+    act, clock, times = case.act, time.perf_counter, []
+    started = clock()
+    for number, item in enumerate(itertools.islice(case.inputs, case.calls)):
+        due = started + number / rate
+        while (left := due - clock()) > 0:
+            time.sleep(left)
+        act(item)
+        times.append(clock() - due)
+    return Series([times])
 
 
 def _time_block(case: Case, calls: int) -> list[float]:

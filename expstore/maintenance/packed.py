@@ -6,7 +6,6 @@ so that a file that is truncated meanwhile causes a finding and not a signal.
 
 from __future__ import annotations
 
-import itertools
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -70,10 +69,10 @@ class PackedFiles:
         self._disk = disk
         #: Positions of intact chunks, by lap of the ring and number: file, offset and length.
         self._places: dict[tuple[int, int], tuple[Path, int, int]] = {}
-        #: For intact chunks with rows that are stored in `partner`: how many rows before their own position.
+        #: For intact chunks with parts that are stored elsewhere: how many parts before their own position.
         self._lent: dict[tuple[int, int], IntArray] = {}
         self._raw: dict[tuple[int, int], tuple[Array, NDArray[np.bool_]]] = {}
-        self._last: tuple[tuple[int, int], Array, NDArray[np.bool_]] | None = None
+        self._last: tuple[tuple[Path, int, int], Array] | None = None
         for kind, shard, lap in sorted(column.shards()):
             self._look(
                 column.open_path(shard, lap) if kind == "open" else column.shard_path(shard), shard, lap
@@ -164,27 +163,28 @@ class PackedFiles:
         return self.packing.most_bytes(self.column.chunk_bytes)
 
     def _unpacks(self, chunk: bytes) -> IntArray | None:
-        """Return the distances of a chunk's rows, as `_unpack` does, or None if the chunk is damaged."""
+        """Return the distances of a chunk's parts, as `_unpack` does, or None if the chunk is damaged."""
         try:
             return self._unpack(chunk)[1]
         except CorruptionError:
             return None
 
     def _unpack(self, chunk: bytes) -> tuple[Array, IntArray]:
-        """Return the rows of a chunk as bytes, and how many rows before their own position they are stored.
+        """Return the parts of a chunk's rows as bytes, and how many parts before their own position they are.
 
-        The distance is 0 for rows in the chunk itself; for other rows the returned bytes are not valid.
+        The distance is 0 for parts in the chunk itself; for other parts the returned bytes are not valid.
 
         Raises:
             CorruptionError: The chunk is damaged.
         """
-        each, distances = self.packing.rows, np.zeros(self.packing.rows, np.int64)
+        each, distances = self.packing.chunk_parts, np.zeros(self.packing.chunk_parts, np.int64)
         if self.packing.shares:
             distances = self.packing.unpack_table(chunk)
         frame = chunk[self.packing.table_bytes :]
         if not frame and distances.all():
-            return np.zeros((each, self.column.row_bytes), np.uint8), distances
-        return self.packing.unpack(frame, self.column.chunk_bytes).reshape(each, -1), distances
+            return np.zeros((each, self._part_bytes), np.uint8), distances
+        parts = self.packing.unpack(frame, self.column.chunk_bytes).reshape(each, -1)
+        return parts[self.packing.places_in_frame(np.arange(each))], distances
 
     def note_hidden(self, runs: Sequence[tuple[int, int]]) -> None:
         """Record a fault for each file with intact but unreachable chunks that contain some of these rows.
@@ -202,76 +202,92 @@ class PackedFiles:
 
     def rows(self, lap: int, slot: int, count: int) -> tuple[Array, NDArray[np.bool_]]:
         """Return rows as bytes, and whether each is intact. Shapes `(count, row bytes)`, `(count,)`."""
-        out = np.zeros((count, self.column.row_bytes), np.uint8)
-        whole, done, each = np.zeros(count, bool), 0, self.packing.rows
-        while done < count:
-            chunk, inside = divmod(slot + done, each)
-            n = min(each - inside, count - done)
-            rows, there = self._chunk(lap, chunk)
-            out[done : done + n], whole[done : done + n] = (
-                rows[inside : inside + n],
-                there[inside : inside + n],
-            )
-            done += n
-        return out, whole
+        parts = self._number_parts(lap, slot, count)
+        out, whole = self._read_stored(parts)
+        away, places = self._find_shared_parts(parts)
+        if away.size and self._lender is not None:
+            out[away], whole[away] = self._lender._read_stored(places)
+        return out.reshape(count, self.column.row_bytes), self._join(whole)
 
     def find(self, lap: int, slot: int, count: int) -> NDArray[np.bool_]:
         """Return whether each row is intact. Shape `(count,)`."""
-        each, none = self.packing.rows, (None, np.zeros(self.packing.rows, bool))
-        first, last = slot // each, (slot + count - 1) // each
-        whole = [
-            self._raw.get((lap, chunk), none)[1]
-            if self._place(lap, chunk) is None
-            else self._finds(lap, chunk)
-            for chunk in range(first, last + 1)
-        ]
-        return np.concatenate(whole)[slot - first * each :][:count] if count else none[1][:0]
+        parts = self._number_parts(lap, slot, count)
+        whole = self._find_stored(parts)
+        away, places = self._find_shared_parts(parts)
+        if away.size and self._lender is not None:
+            whole[away] = self._lender._find_stored(places)
+        return self._join(whole)
 
-    def _finds(self, lap: int, chunk: int) -> NDArray[np.bool_]:
-        """Return which rows of an intact chunk are intact where they are stored."""
-        whole = np.ones(self.packing.rows, bool)
-        for part, (there, slot) in self._find_shared_rows(lap, chunk):
-            whole[part] = self.partner is not None and self.partner.find(there, slot, part.stop - part.start)
+    def _join(self, whole: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return which rows have only intact parts. Shape `(rows,)`."""
+        rows: NDArray[np.bool_] = np.all(whole.reshape(-1, self.packing.parts), axis=1)
+        return rows
+
+    @property
+    def _lender(self) -> PackedFiles | None:
+        """The files of the column that stores parts which this column refers to."""
+        return self if self.packing.within else self.partner
+
+    @property
+    def _part_bytes(self) -> int:
+        return self.column.row_bytes // self.packing.parts
+
+    def _number_parts(self, lap: int, slot: int, count: int) -> IntArray:
+        """Return the numbers of the parts of rows, which are counted through all laps."""
+        each, first = self.packing.parts, lap * (self.column.slots or 0) + slot
+        return np.arange(first * each, (first + count) * each)
+
+    def _list_chunks_of(
+        self, parts: IntArray
+    ) -> Iterator[tuple[tuple[int, int], NDArray[np.bool_], IntArray]]:
+        """Yield lap and number of each chunk of some parts, which parts are in it, and their places in it."""
+        each, slots = self.packing.chunk_parts, self.column.slots
+        for number in np.unique(parts // each).tolist():
+            mine = parts // each == number
+            name = (0, number) if slots is None else divmod(number, slots // self.packing.rows)
+            yield name, mine, parts[mine] % each
+
+    def _find_stored(self, parts: IntArray) -> NDArray[np.bool_]:
+        """Return whether parts are stored in this column itself, intact. Shape `(n,)`."""
+        whole = np.zeros(parts.size, bool)
+        for (lap, chunk), mine, inside in self._list_chunks_of(parts):
+            if self._place(lap, chunk) is not None:
+                distances = self._lent.get(self._name(lap, chunk))
+                whole[mine] = True if distances is None else distances[inside] == 0
+            elif (lap, chunk) in self._raw:
+                whole[mine] = self._raw[lap, chunk][1][inside // self.packing.parts]
         return whole
 
-    def _find_shared_rows(self, lap: int, chunk: int) -> Iterator[tuple[slice, tuple[int, int]]]:
-        """Yield runs of a chunk's rows that the partner stores, and lap and slot of the first one there."""
-        each, slots = self.packing.rows, self.column.slots
-        distances = self._lent.get(self._name(lap, chunk), np.zeros(each, np.int64))
-        first = chunk * each + (0 if slots is None else lap * slots)
-        places = first + np.arange(each) - distances
-        wraps = np.zeros(each, bool) if slots is None else places % slots == 0
-        new = np.flatnonzero((np.diff(distances, prepend=-1) != 0) | wraps)
-        for start, stop in itertools.pairwise([*new.tolist(), each]):
-            if distances[start]:
-                at = int(places[start])
-                yield slice(start, stop), (0, at) if slots is None else divmod(at, slots)
+    def _read_stored(self, parts: IntArray) -> tuple[Array, NDArray[np.bool_]]:
+        """Return parts as bytes, and whether each is stored in this column itself, intact."""
+        out = np.zeros((parts.size, self._part_bytes), np.uint8)
+        for (lap, chunk), mine, inside in self._list_chunks_of(parts):
+            place = self._place(lap, chunk)
+            if place is not None:
+                if self._last is None or self._last[0] != place:
+                    self._last = place, self._unpack(self._read(place))[0]
+                out[mine] = self._last[1][inside]
+            elif (lap, chunk) in self._raw:
+                out[mine] = self._raw[lap, chunk][0].reshape(-1, self._part_bytes)[inside]
+        return out, self._find_stored(parts)
+
+    def _find_shared_parts(self, parts: IntArray) -> tuple[IntArray, IntArray]:
+        """Return which of some parts are stored elsewhere, and the numbers of these there. Shapes `(m,)`."""
+        distances = np.zeros(parts.size, np.int64)
+        for (lap, chunk), mine, inside in self._list_chunks_of(parts):
+            if (known := self._lent.get(self._name(lap, chunk))) is not None:
+                distances[mine] = known[inside]
+        away = np.flatnonzero(distances)
+        return away, parts[away] - distances[away]
 
     def lender_of(self, lap: int, chunk: int) -> Path | None:
-        """Return the partner's file in which rows of an intact chunk are lost, or None if none are lost."""
-        for part, (there, slot) in self._find_shared_rows(lap, chunk) if self._place(lap, chunk) else ():
-            if self.partner is not None:
-                lost = np.flatnonzero(~self.partner.find(there, slot, part.stop - part.start))
-                if lost.size:
-                    return self.partner.file_of(there, (slot + int(lost[0])) // self.partner.packing.rows)
-        return None
-
-    def _chunk(self, lap: int, chunk: int) -> tuple[Array, NDArray[np.bool_]]:
-        each, name = self.packing.rows, (lap, chunk)
-        place = self._place(lap, chunk)
-        if place is None:
-            nothing = np.zeros((each, self.column.row_bytes), np.uint8), np.zeros(each, bool)
-            return self._raw.get(name, nothing)
-        if self._last is None or self._last[0] != name:
-            rows = self._unpack(self._read(place))[0].copy()
-            whole = np.ones(each, bool)
-            for part, (there, slot) in self._find_shared_rows(lap, chunk):
-                if self.partner is None:
-                    whole[part] = False
-                else:
-                    rows[part], whole[part] = self.partner.rows(there, slot, part.stop - part.start)
-            self._last = name, rows, whole
-        return self._last[1:]
+        """Return the file in which parts of an intact chunk are lost, or None if none are lost."""
+        if self._place(lap, chunk) is None or self._lender is None:
+            return None
+        each = self.packing.rows
+        _, places = self._find_shared_parts(self._number_parts(lap, chunk * each, each))
+        lost = places[~self._lender._find_stored(places)]
+        return next((self._lender.file_of(*name) for name, _, _ in self._lender._list_chunks_of(lost)), None)
 
     def _place(self, lap: int, chunk: int) -> tuple[Path, int, int] | None:
         """Return the file, offset and length of an intact chunk, or None if it is missing."""
@@ -360,7 +376,8 @@ class PackedFiles:
 
     def _build_chunk(self, name: tuple[int, int]) -> bytes:
         """Return a packed chunk of the raw rows that are intact, and zeros for the others."""
-        return self.packing.pack(np.ascontiguousarray(self._chunk(*name)[0]))
+        lap, chunk = name
+        return self.packing.pack(self.rows(lap, chunk * self.packing.rows, self.packing.rows)[0])
 
     def _mend_rest(self, disk: Disk, place: tuple[int, int]) -> None:
         """Write the rows of the incomplete last chunk again."""

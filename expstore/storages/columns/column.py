@@ -79,8 +79,9 @@ class FieldSize:
         disk_bytes: Size of its files, bytes.
         compression: Compression ratio of the rows in its chunks (raw bytes per stored byte); None: it has no
             chunks, or is not packed.
-        shared: Share of its rows that are stored as the next observations of earlier rows, 0 to 1, estimated
-            from a sample of 4096 packed rows; None: rows cannot be shared, or its files are damaged.
+        shared: Share of its rows, or of the images of stacks, that are stored as the next observations of
+            earlier rows, 0 to 1, estimated from a sample of 4096 packed rows; None: rows cannot be shared, or
+            its files are damaged.
         row_bytes: Average size on disk of a row that is not shared, bytes.
     """
 

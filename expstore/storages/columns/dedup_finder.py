@@ -1,10 +1,12 @@
-"""Find rows that need not be stored, because an earlier row's next observation has the same bytes.
+"""Find rows and images that need not be stored, because an earlier next observation has the same bytes.
 
 Used where columns are written. Bytes are compared, so lanes, workers and batches may be interleaved in any
 way.
 """
 
 from __future__ import annotations
+
+import ctypes
 
 import google_crc32c
 import numpy as np
@@ -25,6 +27,7 @@ class NextRows:
     Args:
         row_bytes: Length of a row.
         reach: Number of preceding rows that are searched.
+        parts: Number of images in a row, if rows may be stacks of images; otherwise 1.
 
     Example:
         >>> from expstore.storages.columns.dedup_finder import NextRows
@@ -38,9 +41,10 @@ class NextRows:
         array([0, 1])
     """
 
-    def __init__(self, row_bytes: int, reach: int) -> None:
-        self._reach, self._row_bytes = reach, row_bytes
-        self._word = np.uint64 if row_bytes % 8 == 0 else np.uint8  # unit of comparisons
+    def __init__(self, row_bytes: int, reach: int, parts: int = 1) -> None:
+        self._reach, self._row_bytes, self._parts = reach, row_bytes, parts
+        # The unit of comparisons.
+        self._word: type[np.uint64 | np.uint8] = np.uint64 if row_bytes % (8 * parts) == 0 else np.uint8
         self._rows: Bytes = np.empty((0, row_bytes), np.uint8)  # room for twice the reach
         self._next = -1  # place of the next row
         self._first = 0  # place of the first row in `_rows`
@@ -48,7 +52,13 @@ class NextRows:
         self._recent: list[int] = []
         self._places: dict[int, int] = {}  # place of the newest row with a checksum
         self._summed = 0  # rows up to this place are in `_places`
-        self._told = -1, np.empty(0, np.int64)  # place and result of the last call of `find`
+        #: For each row in `_rows`: how many rows before it the stacks are that it continues; nearest first.
+        self._chains: list[tuple[int, ...]] = []
+        self._lines: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}  # results of `_locate`
+        self._end = 0  # behind the last place of any call
+        self._sound = 0  # rows from this place on are stored as this object said
+        # Place and result of the last call of `find`, and the result of `find_parts`.
+        self._told = -1, np.empty(0, np.int64), np.empty((2, 0, parts), np.int64)
 
     def find(self, place: int, rows: Array, next_rows: Array) -> IntArray:
         """Return how many rows before each row a row has the same bytes as its next value; 0: none has.
@@ -61,17 +71,75 @@ class NextRows:
         """
         mine = rows.reshape(-1).view(np.uint8).reshape(-1, self._row_bytes)
         theirs = next_rows.reshape(-1).view(np.uint8).reshape(-1, self._row_bytes)
-        found = np.zeros(len(mine), np.int64)
-        done = 0 if place == self._next else self._copy_told(place, mine, theirs, found)
+        found, stored = np.zeros(len(mine), np.int64), np.zeros((2, len(mine), self._parts), np.int64)
+        done = 0 if place == self._next else self._copy_told(place, mine, theirs, found, stored)
         if not done and place != self._next:
             self._begin(place)
         for start in range(done, len(mine), self._reach):
             part = slice(start, min(start + self._reach, len(mine)))
             self._add(theirs[part])
             self._find_some(mine[part], found[part])
+            if self._parts > 1:
+                self._find_stored(mine[part], theirs[part], found[part], stored[:, part])
             self._next += part.stop - start
-        self._told = place, found
+        self._end = max(self._end, self._next)
+        self._told = place, found, stored
         return found
+
+    def find_parts(self, place: int, rows: Array, next_rows: Array) -> tuple[IntArray, IntArray]:
+        """Return where the images of rows and of their next values are stored, if each is stored once.
+
+        An image that a next value shares with the stack before it is stored with the first stack that has it.
+
+        Args:
+            place: As in `find`.
+            rows: As in `find`.
+            next_rows: As in `find`.
+
+        Returns:
+            For each image of the rows and of their next values, how many images before it the same bytes are
+            stored with a next value, at most `reach` rows before; 0: it is stored with its row. Shapes
+            `(n, parts)`.
+        """
+        found = self.find(place, rows, next_rows)
+        mine, theirs = self._told[2]
+        return (found[:, None] if self._parts == 1 else mine), theirs
+
+    def _find_stored(self, rows: Bytes, next_rows: Bytes, found: IntArray, stored: IntArray) -> None:
+        """Fill in where the images of the last rows are stored; see `find_parts`."""
+        parts, width = self._parts, self._row_bytes // self._parts
+        mine, theirs = rows[:, width:].view(self._word), next_rows[:, :-width].view(self._word)
+        follows = (mine == theirs).all(1) & (found <= self._reach // parts)
+        lines = []
+        for place, distance, is_next in zip(
+            range(self._held - found.size, self._held), found.tolist(), follows.tolist(), strict=True
+        ):
+            distance = distance if self._first + place - distance >= self._sound else 0
+            before = self._chains[place - distance] if distance else ()
+            chain: tuple[int, ...] = ()
+            if distance and is_next:
+                chain = (distance, *(distance + further for further in before[: parts - 2]))
+            self._chains.append(chain)
+            lines.append((*self._locate(distance, before), *self._locate(0, chain)))
+        stored[:] = np.array(lines, np.int64).reshape(-1, 2, parts).swapaxes(0, 1)
+
+    def _locate(self, distance: int, chain: tuple[int, ...]) -> tuple[int, ...]:
+        """Return how many images before its own position each image of a row is stored; see `find_parts`.
+
+        Args:
+            distance: How many rows before it the stack with the same bytes is; 0: the row is a stack itself.
+            chain: How many rows before that stack those are that it continues, the nearest first.
+        """
+        known = self._lines.get((distance, chain))
+        if known is None:
+            parts, back = self._parts, (0, *chain)
+            steps = [min(parts - 1 - part, len(chain)) for part in range(parts)]
+            known = tuple((distance + back[step]) * parts - step if distance or step else 0 for step in steps)
+            known = tuple(number if number <= self._reach * parts else 0 for number in known)
+            if len(self._lines) > self._reach:
+                self._lines.clear()
+            self._lines[distance, chain] = known
+        return known
 
     def copy_next(self, places: IntArray) -> Bytes | None:
         """Copy the next values of rows; None: not all of them are in memory.
@@ -87,9 +155,9 @@ class NextRows:
             return None
         return self._rows[at]
 
-    def _copy_told(self, place: int, rows: Bytes, next_rows: Bytes, found: IntArray) -> int:
+    def _copy_told(self, place: int, rows: Bytes, next_rows: Bytes, found: IntArray, stored: IntArray) -> int:
         """Reuse the last result if the same rows are passed again; return how many rows it covers."""
-        first, before = self._told
+        first, before, parts = self._told
         count = before.size
         base = self._held - count
         if place != first or place + count != self._next or count > len(rows) or base < 0:
@@ -100,21 +168,25 @@ class NextRows:
             return 0
         if (next_rows[:count] != self._rows[base : self._held]).any():
             return 0
-        found[:count] = before
+        found[:count], stored[:, :count] = before, parts
         return count
 
     def _begin(self, place: int) -> None:
         if not len(self._rows):
             self._rows = np.empty((2 * self._reach, self._row_bytes), np.uint8)
+        self._sound = self._end if place < self._end else place
         self._next = self._first = self._summed = place
         self._held = 0
         self._places.clear()
+        self._chains.clear()
 
     def _add(self, rows: Bytes) -> None:
         """Append rows to `_rows`, and drop the oldest ones if there is no room."""
         if self._held + len(rows) > len(self._rows):
             gone = self._held - min(self._held, self._reach)
-            self._rows[: self._held - gone] = self._rows[gone : self._held].copy()
+            to, length = self._rows.ctypes.data, self._row_bytes
+            ctypes.memmove(to, to + gone * length, (self._held - gone) * length)
+            del self._chains[:gone]
             self._held, self._first = self._held - gone, self._first + gone
         self._rows[self._held : self._held + len(rows)] = rows
         self._held += len(rows)

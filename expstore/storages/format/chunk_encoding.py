@@ -31,6 +31,8 @@ MOST_ROWS, MOST_BYTES = 4096, 16 << 20
 SHARD_BYTES = 1 << 30
 #: A ring with more shards than this gets longer shards instead.
 MANY_SHARDS = 1024
+#: The longest first axis of a row that may be a stack of images.
+MOST_PARTS = 16
 #: A row's bytes are searched for among the rows before it: among as many as make this many bytes, within the
 #: bounds of `tuning.PACKED_LOOKBACK_ROWS`, and for very wide rows at most eight times as many bytes.
 REACH_BYTES = 4 << 20
@@ -48,9 +50,12 @@ class Packing:
         rows: Rows per chunk.
         shard: Rows per shard, a multiple of `rows`.
         shares: Whether rows may be stored in the column of the next observations. Then a table precedes each
-            frame: the crc32c (u32) of the rest of the table, and for each row (u16) how many rows before it
-            the next column has the same bytes; 0: the row is in the frame, which has zeros for the other
-            rows. If no row is in the frame, there is no frame.
+            frame: the crc32c (u32) of the rest of the table, and for each part of a row (u16) how many parts
+            before its own position the same bytes are; 0: the part is in the frame, which has zeros for the
+            other parts. If no part is in the frame, there is no frame.
+        parts: How many parts a row has: the length of its first axis for stacks of images, otherwise 1. In
+            a frame, the first parts of all rows come first, then the second parts.
+        within: Whether parts are stored in this column itself, not in that of the next observations.
 
     Example:
         >>> from expstore.storages.format.chunk_encoding import Packing
@@ -64,6 +69,8 @@ class Packing:
     rows: int
     shard: int
     shares: bool = False
+    parts: int = 1
+    within: bool = False
 
     def __post_init__(self) -> None:
         if self.codec not in CODECS:
@@ -94,34 +101,45 @@ class Packing:
     @property
     def table_bytes(self) -> int:
         """Length of the table before each frame, bytes."""
-        return 4 + 2 * self.rows if self.shares else 0
+        return 4 + 2 * self.chunk_parts if self.shares else 0
+
+    @property
+    def chunk_parts(self) -> int:
+        """Number of parts in a chunk."""
+        return self.rows * self.parts
+
+    def places_in_frame(self, parts: IntArray) -> IntArray:
+        """Return the positions in the frame of parts, numbered row by row. Shape `(n,)`."""
+        return parts if self.parts == 1 else parts % self.parts * self.rows + parts // self.parts
 
     def pack(self, rows: Array, distances: IntArray | None = None, *, former: int = 0) -> bytes:
         """Return the packed chunk of `rows` rows, with its table in front if it has one.
 
         Args:
             rows: C-contiguous. Shape `(rows, *row shape)`.
-            distances: For each row, how many rows before it the next column has the same bytes; 0: nowhere.
-                None: all are 0. Shape `(rows,)`.
+            distances: For each part, how many parts before it the same bytes are; 0: nowhere. None: all are
+                0. Shape `(rows, parts)`.
             former: Length of the previous frame, bytes; 0 for the first frame.
         """
         if not self.shares:
             return self._pack_frame(rows, former)
-        table = np.zeros(self.rows, "<u2")
+        table = np.zeros((self.rows, self.parts), "<u2")
         if distances is not None:
             table[:] = distances
         crc: int = google_crc32c.value(table.tobytes())
         data = crc.to_bytes(4, "little") + table.tobytes()
-        own = table == 0
+        own = table.T == 0
         if not own.any():
             return data
+        if self.parts > 1:
+            return data + self._pack_parts(rows, own)
         if not own.all():
             rows = rows.copy()
-            rows[~own] = 0
+            rows[~own[0]] = 0
         return data + self._pack_frame(rows, former)
 
     def unpack_table(self, data: bytes) -> IntArray:
-        """Return the distances of a chunk's rows. Shape `(rows,)`.
+        """Return the distances of a chunk's parts, row by row. Shape `(rows * parts,)`.
 
         Raises:
             CorruptionError: The table is damaged.
@@ -131,11 +149,28 @@ class Packing:
             raise CorruptionError("the table of a packed chunk is damaged: its checksum does not match")
         return np.frombuffer(table, "<u2").astype(np.int64)
 
+    def _pack_parts(self, rows: Array, own: Array) -> bytes:
+        """Return the frame of the parts that are stored here, and its crc32c.
+
+        Args:
+            rows: As in `pack`.
+            own: Whether each part is stored here. Shape `(parts, rows)`, bool.
+        """
+        stored: list[Array | None] = [None] * self.parts
+        for number, mine in enumerate(own):
+            if mine.any():
+                part = (
+                    rows.reshape(self.rows, -1).view(np.uint8).reshape(self.rows, self.parts, -1)[:, number]
+                )
+                part = np.ascontiguousarray(part) if mine.all() else np.where(mine[:, None], part, 0)
+                stored[number] = part.reshape(-1)
+        # lz4hc takes ten times as long, and saves less than the references do.
+        means = CODECS["lz4"] if 2 * own.sum() <= own.size else self.means
+        return _add_crc(means.pack_parts(stored, rows.nbytes // self.parts))
+
     def _pack_frame(self, rows: Array, former: int) -> bytes:
         block = self.block_bytes(rows.nbytes, former)
-        frame = self.means.pack(rows.reshape(-1).view(np.uint8), block=block)
-        crc: int = google_crc32c.value(frame)
-        return frame + crc.to_bytes(4, "little")
+        return _add_crc(self.means.pack(rows.reshape(-1).view(np.uint8), block=block))
 
     def unpack(self, chunk: bytes | memoryview, size: int) -> Array:
         """Return the bytes of a packed chunk. Shape `(size,)`, uint8.
@@ -154,15 +189,15 @@ class Packing:
         return self.table_bytes + self.means.most_bytes(size) + 4
 
     @classmethod
-    def of(cls, codecs: Any, *, rows: int, shard: int, shares: bool = False) -> Packing:
-        """Return the packing for the codecs in zarr.json.
+    def of(cls, codecs: Any, **sizes: Any) -> Packing:
+        """Return the packing for the codecs in zarr.json, with the other arguments of `Packing`.
 
         Raises:
             ValueError: No packing has these codecs.
         """
         for name in CODECS:
-            found = cls(name, rows, shard, shares)
-            if found.means.reads(codecs[1]):
+            found = cls(name, **sizes)
+            if found.means.reads(codecs[-2]):
                 return found
         raise ValueError(f"no packing has the codecs {codecs}")
 
@@ -172,6 +207,11 @@ class Packing:
         return [self.means.in_zarr, {"name": "crc32c"}]
 
 
+def _add_crc(frame: bytes) -> bytes:
+    crc: int = google_crc32c.value(frame)
+    return frame + crc.to_bytes(4, "little")
+
+
 def packing_for(
     entry: Field,
     slots: int | None,
@@ -179,6 +219,8 @@ def packing_for(
     codec: str = DEFAULT_CODEC,
     rows: int | None = None,
     shares: bool = False,
+    parts: int = 1,
+    within: bool = False,
 ) -> Packing:
     """Return the packing of a field.
 
@@ -187,7 +229,9 @@ def packing_for(
         slots: Number of slots of a ring; None: the store is unbounded.
         codec: One of `CODECS`.
         rows: Rows per chunk; None: as many as make about 256 KiB.
-        shares: Whether rows may be stored in the column of the next observations, see `Packing`.
+        shares: As in `Packing`.
+        parts: As in `Packing`.
+        within: As in `Packing`.
     """
     if rows is None:
         rows = 1
@@ -200,7 +244,13 @@ def packing_for(
         shard //= 2
     if slots is not None:
         shard = min(shard, -(-slots // rows) * rows)
-    return Packing(codec, rows, -(-shard // rows) * rows, shares)
+    return Packing(codec, rows, -(-shard // rows) * rows, shares, parts, within)
+
+
+def count_parts(entry: Field) -> int:
+    """Return how many images a row may be a stack of, by its shape: `(parts, height, width, ...)`; else 1."""
+    stacked = len(entry.shape) >= 3 and 1 < entry.shape[0] <= MOST_PARTS
+    return entry.shape[0] if stacked else 1
 
 
 def reach_for(entry: Field) -> int:

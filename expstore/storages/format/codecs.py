@@ -5,9 +5,10 @@ Used by packed columns. It uses numcodecs, and touches no files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from expstore.core.values import Array
 from expstore.errors import CorruptionError
 
 _BLOSC_HEADER = 16
+#: Flags in a blosc frame's byte 2: its bytes are not compressed; its blocks are LZ4's, not shuffled or split.
+_NOT_COMPRESSED, _LZ4_FORMAT = 2, 32
 #: Options of the compression effort, which do not matter when unpacking.
 _EFFORT = {"clevel", "level", "blocksize"}
 
@@ -83,6 +86,36 @@ class Codec:
         data = data.view(f"u{size}") if data.size % size == 0 else data
         return bytes((self._blosc(block) if block else self._numcodec).encode(data))
 
+    def pack_parts(self, parts: Sequence[Array | None], length: int) -> bytes:
+        """Return the frame of parts, each of which is a block; parts of zeros share one block.
+
+        Only for codecs with `has_blocks`.
+
+        Args:
+            parts: Arrays of shape `(length,)`, uint8, C-contiguous; None for zeros.
+            length: Length of a part, bytes.
+        """
+        count = len(parts)
+        places, blocks, end, zeros = [], [], _BLOSC_HEADER + 4 * count, 0
+        for part in parts:
+            places.append(zeros or end if part is None else end)
+            if part is not None or not zeros:
+                blocks.append(_pack_zeros(length) if part is None else self._pack_block(part))
+                zeros = end if part is None else zeros
+                end += len(blocks[-1])
+        if end > self.most_bytes(count * length):
+            whole = [np.zeros(length, np.uint8) if part is None else part for part in parts]
+            return self.pack(np.concatenate(whole), block=length)
+        head = struct.pack("<4B3I", 2, 1, _LZ4_FORMAT, 1, count * length, length, end)
+        return b"".join([head, struct.pack(f"<{count}i", *places), *blocks])
+
+    def _pack_block(self, part: Array) -> bytes:
+        """Return a block of a blosc frame: its length, and its bytes."""
+        frame = self.pack(part, block=part.size)
+        if frame[2] & _NOT_COMPRESSED:
+            return struct.pack("<i", part.size) + frame[_BLOSC_HEADER:]
+        return frame[_BLOSC_HEADER + 4 :]
+
     def unpack(self, frame: bytes, size: int) -> Array:
         """Return the bytes of a frame whose checksum was verified. Shape `(size,)`, uint8.
 
@@ -122,6 +155,11 @@ class Codec:
 def _blosc(cname: str, level: int, shuffle: str = "noshuffle", typesize: int = 1) -> Codec:
     options = {"typesize": typesize, "cname": cname, "clevel": level, "shuffle": shuffle, "blocksize": 0}
     return Codec("blosc", options)
+
+
+@lru_cache(maxsize=16)
+def _pack_zeros(size: int) -> bytes:
+    return CODECS["lz4"]._pack_block(np.zeros(size, np.uint8))
 
 
 DEFAULT_CODEC = "lz4hc"

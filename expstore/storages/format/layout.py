@@ -13,7 +13,14 @@ from typing import Any, Literal
 from expstore.core.values import Key, Ranking, key_name, to_key
 from expstore.errors import CorruptionError, SchemaError
 from expstore.schema.schema import Field, Schema
-from expstore.storages.format.chunk_encoding import MOST_BYTES, MOST_ROWS, Packing, packing_for, reach_for
+from expstore.storages.format.chunk_encoding import (
+    MOST_BYTES,
+    MOST_ROWS,
+    Packing,
+    count_parts,
+    packing_for,
+    reach_for,
+)
 from expstore.storages.format.codecs import CODECS, DEFAULT_CODEC
 from expstore.storages.format.manifest import Manifest
 
@@ -172,7 +179,29 @@ class ColumnLayout:
             reach: Number of overwritten rows that a ring keeps for packed rows that refer to them.
         """
         shared = self._find_shared(fields) if slots is None or reach else frozenset()
-        return [self._packing(entry, slots, shares=entry.key in shared) for entry in fields]
+        stacks = {
+            entry.key: count_parts(entry)
+            for entry in fields
+            if entry.key in shared and entry.key[0] != "next" and self._has_blocks(entry, fields)
+        }
+        lenders = {("next", *key): parts for key, parts in stacks.items() if parts > 1}
+        return [
+            self._packing(
+                entry,
+                slots,
+                shares=entry.key in shared or entry.key in lenders,
+                parts=(stacks | lenders).get(entry.key, 1),
+                within=entry.key in lenders,
+            )
+            for entry in fields
+        ]
+
+    def _has_blocks(self, entry: Field, fields: tuple[Field, ...]) -> bool:
+        """Return whether images of a field and of its next values can be unpacked one by one."""
+        both = [
+            self._packing(other, None) for other in fields if other.key in (entry.key, ("next", *entry.key))
+        ]
+        return all(packing is not None and packing.means.has_blocks for packing in both)
 
     def reach(self, fields: tuple[Field, ...]) -> int:
         """Return how many overwritten rows a ring must keep for rows that are stored in the next column."""
@@ -198,7 +227,7 @@ class ColumnLayout:
             return None
         return "there is no packed next field of the same dtype and shape"
 
-    def _packing(self, entry: Field, slots: int | None, *, shares: bool = False) -> Packing | None:
+    def _packing(self, entry: Field, slots: int | None, **how: Any) -> Packing | None:
         own = self.fields.get(key_name(entry.key), {})
         layout = own.get("layout", self.layout or "flat")
         if (
@@ -209,7 +238,7 @@ class ColumnLayout:
         ):
             return None
         codec, rows = own.get("codec", DEFAULT_CODEC), own.get("rows")
-        return packing_for(entry, slots, codec=codec, rows=rows, shares=shares)
+        return packing_for(entry, slots, codec=codec, rows=rows, **how)
 
     def packs(self, fields: tuple[Field, ...]) -> bool:
         """Return whether any of these fields is packed."""

@@ -103,6 +103,7 @@ def _describe_array(
                 "configuration": {
                     "chunk_shape": [chunk, *entry.shape],
                     "codecs": [
+                        *([] if packing is None or packing.parts == 1 else [_swap_axes(entry)]),
                         to_bytes if dtype.itemsize == 1 else little,
                         *([] if packing is None else packing.zarr_codecs),
                     ],
@@ -118,6 +119,11 @@ def _describe_array(
     }
 
 
+def _swap_axes(entry: Field) -> dict[str, Any]:
+    """Return the codec that stores the first images of all stacks first."""
+    return {"name": "transpose", "configuration": {"order": [1, 0, *range(2, 1 + len(entry.shape))]}}
+
+
 def _build_attributes(entry: Field, packing: Packing | None) -> dict[str, Any]:
     """Return the attributes of an array that Zarr itself does not define."""
     if packing is None:
@@ -126,9 +132,9 @@ def _build_attributes(entry: Field, packing: Packing | None) -> dict[str, Any]:
     others = {"filling": "open.<shard>.<turn>", "rest": "partial"}
     about = {"dtype": entry.dtype, "layout": "packed", "beside": others}
     if packing.shares:
-        # Rows that other readers see as zeros: the tables say in which earlier rows of that array their bytes
-        # are.
-        partner = "/".join(("next", *entry.key))
+        # Rows, or images of stacks, that other readers see as zeros: the tables say in which earlier rows of
+        # that array their bytes are.
+        partner = "/".join(entry.key if packing.within else ("next", *entry.key))
         about["shared"] = {"with": partner, "table_bytes": packing.table_bytes}
     return about
 
@@ -206,8 +212,15 @@ def read_packing(disk: Disk, folder: Path, entry: Field) -> Packing | None:
             return None
         shard, *rest = data["chunk_grid"]["configuration"]["chunk_shape"]
         inner = data["codecs"][0]["configuration"]
-        rows = int(inner["chunk_shape"][0])
-        packing = Packing.of(inner["codecs"], rows=rows, shard=int(shard), shares="shared" in about)
+        codecs, shared = inner["codecs"], about.get("shared")
+        packing = Packing.of(
+            codecs,
+            rows=int(inner["chunk_shape"][0]),
+            shard=int(shard),
+            shares=shared is not None,
+            parts=entry.shape[0] if codecs[0]["name"] == "transpose" else 1,
+            within=shared is not None and shared["with"] == "/".join(entry.key),
+        )
         fits = tuple(rest) == entry.shape and data["data_type"] == entry.numpy_dtype.name
     except INVALID as exc:
         raise CorruptionError(f"{path} cannot be read: {exc}") from exc

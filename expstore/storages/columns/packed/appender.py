@@ -54,7 +54,8 @@ class PackedAppender(Appender):
             columns[partner].lent = max(columns[partner].lent, reach_for(entry))
             near = reach_for(entry) if reach is None else min(reach - each, reach_for(entry))
             if near > 0:
-                self._finders[place] = NextRows(entry.row_bytes, near)
+                parts = columns[place].packing.parts
+                self._finders[place] = NextRows(entry.row_bytes, near, parts)
 
     def change_error(self, fields: Sequence[Field]) -> SchemaError:
         """Return the error that packed rows cannot be changed."""
@@ -85,16 +86,13 @@ class PackedAppender(Appender):
     def write(self, run: Run) -> list[int]:
         """Append rows; chunks have checksums of their own."""
         for _, offset, n in run.pieces:
+            part, distances = slice(offset, offset + n), dict[int, IntArray]()
+            for place, finder in self._finders.items():
+                partner = self._partners[place]
+                first, pair = run.first_id + offset - 1, (run.values[place][part], run.values[partner][part])
+                distances[place], distances[partner] = finder.find_parts(first, *pair)
             for place, column in self._columns:
-                rows, finder, distances = (
-                    run.values[place][offset : offset + n],
-                    self._finders.get(place),
-                    None,
-                )
-                if finder is not None:
-                    following = run.values[self._partners[place]][offset : offset + n]
-                    distances = finder.find(run.first_id + offset - 1, rows, following)
-                column.append(run.first_id + offset, rows, distances)
+                column.append(run.first_id + offset, run.values[place][part], distances.get(place))
         return []
 
     def gather_recent(self, place: int, ids: IntArray) -> Array | None:

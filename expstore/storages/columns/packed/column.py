@@ -49,6 +49,8 @@ _SOME = 4096
 #: Prefixes of the names of files with rows.
 _FILES = ("c.", "open.", PARTIAL)
 _NONE = np.empty(0, np.int64)
+#: How often a part may be stored elsewhere again: only while a writer overwrites the rows.
+_STEPS = 8
 #: Number of chunks that a reader unpacks without the compiled loop before it loads the loop.
 _WORTH_LOADING = 1024
 
@@ -147,6 +149,7 @@ class PackedRows(Column, AppendedPart):
         self.rows = packing.shard
         self._recycled = Recycled()
         self.chunk_bytes = packing.rows * entry.row_bytes
+        self._part_shape = entry.shape if packing.parts == 1 else entry.shape[1:]
         #: Length of the bytes before a chunk's frame.
         self.head = HEADER_BYTES + packing.table_bytes
         #: The column that stores some rows of this one; None: all rows are stored here.
@@ -388,9 +391,8 @@ class PackedRows(Column, AppendedPart):
             CorruptionError: A row is in a damaged chunk.
         """
         out = self._recycled.empty((slots.size, *self.entry.shape), self.entry.numpy_dtype)
-        goals, places = self._gather_own(slots, np.arange(slots.size), out)
-        if places.size:
-            self._lender()._gather_own(places, goals, out)
+        parts, view = self._parts_of(slots), out.reshape(-1, *self._part_shape)
+        self._gather_rest(*self._gather_own(self._aim(parts), np.arange(parts.size), view), view)
         return out
 
     def gather_pair(self, slots: IntArray) -> tuple[Array, Array]:
@@ -407,39 +409,68 @@ class PackedRows(Column, AppendedPart):
         """
         count = slots.size
         both = self._recycled.empty((2 * count, *self.entry.shape), self.entry.numpy_dtype)
-        goals, places = self._gather_own(slots, np.arange(count), both)
+        parts, view = self._parts_of(slots), both.reshape(-1, *self._part_shape)
+        goals, places = self._gather_own(parts, np.arange(parts.size), view)
         partner = self._lender()
-        partner._gather_own(
-            np.concatenate([slots, places]), np.append(np.arange(count, 2 * count), goals), both
-        )
+        aims = np.concatenate([partner._aim(parts), places])
+        goals = np.append(np.arange(parts.size, 2 * parts.size), goals)
+        partner._gather_rest(*partner._gather_own(aims, goals, view), view)
         return both[:count], both[count:]
+
+    def _parts_of(self, slots: IntArray) -> IntArray:
+        """Return the numbers of the parts of rows. Shape `(n * parts,)`."""
+        parts = self.packing.parts
+        return slots if parts == 1 else (slots[:, None] * parts + np.arange(parts)).reshape(-1)
+
+    def _aim(self, parts: IntArray) -> IntArray:
+        """Return where parts are stored that this column may store elsewhere in itself, so that each chunk is
+        unpacked once. Shape `(n,)`.
+        """
+        return self._wrap(parts - self._distances(parts)) if self.packing.within else parts
+
+    def _wrap(self, parts: IntArray) -> IntArray:
+        return parts if self.slots is None else parts % (self.slots * self.packing.parts)
+
+    def _gather_rest(self, goals: IntArray, places: IntArray, out: Array) -> None:
+        """Copy the parts that `_gather_own` did not find in this column."""
+        column = self
+        for _ in range(_STEPS):
+            if not places.size:
+                return
+            column = column._lender()
+            goals, places = column._gather_own(places, goals, out)
+        if places.size:
+            raise CorruptionError(f"rows of {self.folder} refer to rows that are not stored")
 
     def _lender(self) -> PackedRows:
         """Return the column that stores some rows of this one."""
+        if self.packing.within:
+            return self
         if self.partner is None:
             raise CorruptionError(f"rows of {self.folder} are in a column that cannot be read")
         return self.partner
 
-    def _gather_own(self, slots: IntArray, goals: IntArray, out: Array) -> tuple[IntArray, IntArray]:
-        """Copy the rows that are stored here to their places in the result.
+    def _gather_own(self, parts: IntArray, goals: IntArray, out: Array) -> tuple[IntArray, IntArray]:
+        """Copy the parts that are stored here to their places in the result.
 
         Args:
-            slots: Slots of the rows. Shape `(n,)`.
-            goals: Row of the result that each row becomes. Shape `(n,)`.
-            out: The result.
+            parts: Numbers of the parts, see `_parts_of`. Shape `(n,)`.
+            goals: The position of each part in the result. Shape `(n,)`.
+            out: The result. Shape `(m, *part shape)`.
 
         Returns:
-            For the rows that the partner stores: their goals, and their slots in the partner.
+            For the other parts: their goals, and their numbers in the column that stores them.
         """
-        if self._lost.size and np.isin(slots, self._lost).any():
+        each = self.packing.parts
+        if self._lost.size and np.isin(parts // each, self._lost).any():
             raise CorruptionError(f"rows of {self._partial.path} are damaged")
         locations = self._locations  # read before the chunks: a chunk that becomes full appears there first
-        chunks, inside = np.divmod(slots, self.packing.rows)
-        wanted = np.arange(slots.size)
+        chunks, inside = np.divmod(parts, self.packing.chunk_parts)
+        wanted = np.arange(parts.size)
         if locations.held:
-            here = (chunks == locations.base // self.packing.rows) & (inside < locations.held)
+            here = (chunks == locations.base // self.packing.rows) & (inside < locations.held * each)
             if here.any():
-                out[goals[here]] = locations.rows[inside[here]]
+                out[goals[here]] = locations.rows.reshape(-1, *self._part_shape)[inside[here]]
                 wanted = np.flatnonzero(~here)
         if not wanted.size:
             return _NONE, _NONE
@@ -448,17 +479,16 @@ class PackedRows(Column, AppendedPart):
         if distances is None:
             return _NONE, _NONE
         away = order[distances > 0]
-        places = slots[away] - distances[distances > 0]
-        return goals[away], places if self.slots is None else places % self.slots
+        return goals[away], self._wrap(parts[away] - distances[distances > 0])
 
     def _gather_packed(
         self, chunks: IntArray, inside: IntArray, goals: IntArray, out: Array
     ) -> IntArray | None:
-        """Copy rows of chunks, which are in ascending order, to their places in the result.
+        """Copy parts of chunks, which are in ascending order, to their places in the result.
 
         Returns:
-            For each row, how many rows before it the partner stores the same bytes; 0: the row is stored
-            here. None: all rows are stored here. Shape `(n,)`.
+            For each part, how many parts before it the same bytes are stored, here or in the partner; 0: the
+            part is stored here. None: all parts are stored here. Shape `(n,)`.
         """
         new = np.ones(chunks.size, bool)
         np.not_equal(chunks[1:], chunks[:-1], out=new[1:])
@@ -539,13 +569,16 @@ class PackedRows(Column, AppendedPart):
         return lost
 
     def require_rows(self, first_id: int, count: int) -> None:
-        """Raise CorruptionError if rows of a readable run are missing, here or in the partner."""
+        """Raise CorruptionError if rows of a readable run are missing, here or where they are stored."""
+        self._require_own(first_id, count)
+        if count and (self.packing.within or self.partner is not None):
+            self._lender()._require_own(*self._older(first_id, count))
+
+    def _require_own(self, first_id: int, count: int) -> None:
         for slot, lap, n in self._pieces(first_id, count):
             lost = self._find_lost_slots(slot, slot + n, lap)
             if lost.size:
                 self._explain(lost[:1] // self.packing.rows, np.full(1, -1))
-        if self.partner is not None and count:
-            self.partner.require_rows(*self._older(first_id, count))
 
     def _pieces(self, first_id: int, count: int) -> Iterator[tuple[int, int, int]]:
         """Split a run of rows at the ring's end: (first slot, lap, number of rows)."""
@@ -556,30 +589,46 @@ class PackedRows(Column, AppendedPart):
     def _older(self, first_id: int, count: int) -> tuple[int, int]:
         """Return the run of older rows that store the bytes of this run: first id, number of rows."""
         ids = np.arange(first_id, first_id + min(count, tuning.PACKED_LOOKBACK_ROWS[1]))
-        lent = ids - self.distances(ids - 1 if self.slots is None else (ids - 1) % self.slots)
+        parts = self._parts_of(ids)
+        lent = (parts - self.distances(ids - 1 if self.slots is None else (ids - 1) % self.slots)) // (
+            self.packing.parts
+        )
         oldest = int(lent.min())
         return oldest, max(0, int(lent[lent < first_id].max(initial=oldest - 1)) + 1 - oldest)
 
     def distances(self, slots: IntArray) -> IntArray:
-        """Return how many rows before each row the partner stores the same bytes; 0: the row is stored here.
+        """Return how many parts before each part of rows the same bytes are stored, here or in the partner.
 
         Args:
-            slots: Slots, ascending except at the ring's end. Shape `(n,)`.
+            slots: Slots. Shape `(n,)`.
+
+        Returns:
+            0: the part is stored here. Shape `(n * parts,)`.
 
         Raises:
             CorruptionError: A table is damaged.
         """
-        each = self.packing.rows
+        return self._distances(self._parts_of(slots))
+
+    def _distances(self, parts: IntArray) -> IntArray:
+        """Do the work of `distances` for parts, by their numbers."""
+        each = self.packing.chunk_parts
         if not self.packing.shares:
-            return np.zeros(slots.size, np.int64)
-        names, which = np.unique(slots // each, return_inverse=True)
-        locations, where, _ = self._find(names)
-        where = np.maximum(where, 0)
-        bad, found = self._read_tables(where, which, slots % each)
-        if bad >= 0:
-            raise CorruptionError(f"chunk {names[bad]} of {self.folder} is damaged")
+            return np.zeros(parts.size, np.int64)
+        former: Any = None
+        while True:
+            names, inside = np.divmod(parts, each)
+            locations, where, _ = self._find(names)
+            where = np.maximum(where, 0)
+            bad, found = self._read_tables(where, np.arange(parts.size), inside)
+            if bad < 0:
+                break
+            if former is not None and (former == where).all():
+                raise CorruptionError(f"chunk {names[bad]} of {self.folder} is damaged")
+            former = where
         # Rows of the chunk that is not full are stored here. The table is of the previous lap of a ring.
-        found[(slots >= locations.base) & (slots < locations.base + locations.held)] = 0
+        base, held = (number * self.packing.parts for number in (locations.base, locations.held))
+        found[(parts >= base) & (parts < base + held)] = 0
         return found
 
     def lacks(self, first_id: int, count: int) -> bool:
@@ -603,7 +652,7 @@ class PackedRows(Column, AppendedPart):
         """Return the number of the first damaged table, -1 for none, and the distances in the tables."""
         out = np.zeros(which.size, np.int64)
         if self._take_distances is not None:
-            bad = self._take_distances(where, which, inside, self.packing.rows, out)
+            bad = self._take_distances(where, which, inside, self.packing.chunk_parts, out)
             return int(bad), out
         size = self.packing.table_bytes
         for number, address in enumerate(where.tolist()):
@@ -626,8 +675,9 @@ class PackedRows(Column, AppendedPart):
             self._unpacked_slowly += len(where)
             if self._unpacked_slowly >= _WORTH_LOADING and self.packing.means.is_blosc:
                 self.warm()
-            return self._unpack_slowly(where, sizes, which, inside, goals, out)
-        told = where, sizes, which, inside, goals, self.row_bytes, self.chunk_bytes
+            return self._unpack_slowly(where, sizes, which, self.packing.places_in_frame(inside), goals, out)
+        inside = self.packing.places_in_frame(inside)
+        told = where, sizes, which, inside, goals, self.row_bytes // self.packing.parts, self.chunk_bytes
         return int(self._take_rows(*told, address_of(out), address_of(scratch)))
 
     def _unpack_slowly(
@@ -645,8 +695,7 @@ class PackedRows(Column, AppendedPart):
                 data = self.packing.unpack(chunk, self.chunk_bytes)
             except CorruptionError:
                 return number
-            rows = data.view(self.entry.numpy_dtype).reshape(self.packing.rows, *self.entry.shape)
-            out[goals[mine]] = rows[inside[mine]]
+            out[goals[mine]] = data.view(self.entry.numpy_dtype).reshape(-1, *self._part_shape)[inside[mine]]
         return -1
 
     def part(self, slot: int, count: int) -> Array:

@@ -45,7 +45,8 @@ def pair_columns(columns: Mapping[int, PackedRows]) -> list[PackedPair]:
         other, partner = by_key.get(("next", *key), (-1, None))
         if partner is None or not column.packing.shares:
             continue
-        if (partner.entry.dtype, partner.entry.shape) == (column.entry.dtype, column.entry.shape):
+        kinds = [(one.entry.dtype, one.entry.shape, one.packing.parts) for one in (column, partner)]
+        if kinds[0] == kinds[1] and not column.packing.within:
             column.partner = partner
             found.append(PackedPair(place, other, column))
     return found

@@ -68,8 +68,8 @@ class PackedColumn(PackedRows, WrittenPart):
         self._sources: list[Source] = []
         self._sources_new = False  # whether `settle` has not run since the files were opened
         self._scrap: list[Path] = []  # shards of rows that were never committed
-        #: By row of the chunk that is not full, how many rows before it the partner has its bytes; 0: none.
-        self._away = np.zeros(packing.rows, np.int64)
+        #: By part of the rows of the chunk that is not full, how many parts before it its bytes are; 0: here.
+        self._away = np.zeros((packing.rows, packing.parts), np.int64)
         self._former = 0  # length of the previous frame, bytes
         self._pack_chunks: Any = None
         #: How many rows after a row may be stored by reference to it.
@@ -91,11 +91,11 @@ class PackedColumn(PackedRows, WrittenPart):
         Args:
             first_id: Id of the first row.
             rows: C-contiguous. Shape `(n, *row shape)`.
-            distances: For each row, how many rows before it the partner has the same bytes, which stay as
-                long as this row is readable; 0: nowhere. None: all are 0. Shape `(n,)`.
+            distances: For each part, how many parts before it the same bytes are stored, which stay as long
+                as this row is readable; 0: nowhere. None: all are 0. Shape `(n, parts)`.
         """
         if distances is None:
-            distances = np.zeros(len(rows), np.int64)
+            distances = np.zeros((len(rows), self.packing.parts), np.int64)
         lap, slot = self.place_behind(first_id - 1)
         done = self._count_written(lap, slot, rows)
         if not done and (lap, slot) != (self._lap, self._next):

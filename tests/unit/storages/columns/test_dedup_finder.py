@@ -29,13 +29,22 @@ from tests.support.part_restarts import MortalLife
 pytestmark = pytest.mark.usefixtures("no_syncs")
 
 WIDTH = 3
-FIELDS = (Field(("a",), "uint8", (WIDTH,)), Field(("next", "a"), "uint8", (WIDTH,)), *ROW_FIELDS)
+
+
+def fields(parts: int = 1) -> tuple[Field, ...]:
+    """Return the fields of rows, which are stacks of several images if `parts` is not 1."""
+    shape = (WIDTH,) if parts == 1 else (parts, 1, WIDTH)
+    return Field(("a",), "uint8", shape), Field(("next", "a"), "uint8", shape), *ROW_FIELDS
+
+
+FIELDS = fields()
 
 
 class Frames:
     """Give steps of some environments, one after another or in any order, few of them alike by chance."""
 
-    def __init__(self) -> None:
+    def __init__(self, parts: int = 1) -> None:
+        self.parts, self.shape = parts, fields(parts)[0].shape
         self.count = 0
         self.now: dict[int, Any] = {}
         self.random = np.random.default_rng(1)
@@ -45,20 +54,33 @@ class Frames:
         return np.array([self.count % 251, self.count // 251, self.count % 7], np.uint8)
 
     def step(self, lane: int) -> tuple[Any, Any]:
-        before, self.now[lane] = self.now.get(lane, self.fresh()), self.fresh()
+        if self.parts == 1:
+            before, self.now[lane] = self.now.get(lane, self.fresh()), self.fresh()
+            return before, self.now[lane]
+        before = self.now.get(lane)
+        if before is None:
+            before = np.stack([self.fresh()[None]] * self.parts)
+        self.now[lane] = np.concatenate([before[1:], self.fresh()[None, None]])
         return before, self.now[lane]
 
     def rows(self, kind: str, count: int, lanes: int) -> tuple[Any, Any]:
         pairs = []
         for row in range(count):
             if kind == "noise":  # alike by chance, near and far
-                pairs.append((self.random.integers(0, 2, WIDTH), self.random.integers(0, 2, WIDTH)))
+                pairs.append((self.random.integers(0, 2, self.shape), self.random.integers(0, 2, self.shape)))
             elif kind == "still":
-                pairs.append((np.zeros(WIDTH), np.zeros(WIDTH)))
+                pairs.append((np.zeros(self.shape), np.zeros(self.shape)))
             else:
                 if kind == "resets" and self.random.integers(0, 4) == 0:
                     self.now.pop(row % lanes, None)
-                pairs.append(self.step(row % lanes if kind != "workers" else row * lanes // count))
+                lane = row % lanes if kind != "workers" else row * lanes // count
+                both = np.stack(self.step(lane))
+                if kind == "flips":  # one byte of one image, which may be the next row's image, too
+                    both.reshape(-1)[self.random.integers(0, both.size)] ^= 1
+                elif kind == "masked" and self.random.integers(0, 3) == 0:
+                    both[1] = 0
+                    self.now.pop(lane)
+                pairs.append((both[0], both[1]))
         observed, following = zip(*pairs, strict=True)
         return np.array(observed, np.uint8), np.array(following, np.uint8)
 
@@ -73,21 +95,24 @@ class Life(MortalLife):
     reach: int
     each: tuple[int, int]
     chunks: int
+    parts: int = 1
     now: list[tuple[dict[int, PackedRows], Any, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.slots = None if self.capacity is None else self.capacity + self.spare + self.reach
+        stacked, parts = self.parts > 1, self.parts
         packings = [
-            Packing("lz4hc", self.each[0], self.each[0] * self.chunks, shares=True),
-            Packing("lz4hc", self.each[1], self.each[1] * self.chunks),
+            Packing("lz4hc", self.each[0], self.each[0] * self.chunks, shares=True, parts=parts),
+            Packing("lz4hc", self.each[1], self.each[1] * self.chunks, stacked, parts, within=stacked),
             *[None] * len(ROW_FIELDS),
         ]
-        WritableColumns.create(Disk(), self.folder / "columns", FIELDS, self.slots, None, {}, packings)
-        self.frames = Frames()
+        self.fields = fields(self.parts)
+        WritableColumns.create(Disk(), self.folder / "columns", self.fields, self.slots, None, {}, packings)
+        self.frames = Frames(self.parts)
         self.columns = self.make()
 
     def make(self) -> WritableColumns:
-        return WritableColumns(self.disk, self.folder / "columns", FIELDS, self.slots, reach=self.reach)
+        return WritableColumns(self.disk, self.folder / "columns", self.fields, self.slots, reach=self.reach)
 
     def extend(self, count: int, kind: str = "steps", lanes: int = 1) -> None:
         count = min(count, self.spare)
@@ -137,7 +162,7 @@ class Life(MortalLife):
         ids = np.random.default_rng(self.last).permutation(np.concatenate([ids, ids[:3]]))
         values = [np.array([self.rows[one][n] for one in ids.tolist()], np.uint8) for n in (0, 1)]
         slots = ids - 1 if self.slots is None else (ids - 1) % self.slots
-        return slots, [value.reshape(-1, WIDTH) for value in values]
+        return slots, [value.reshape(-1, *self.fields[0].shape) for value in values]
 
     def keep(self) -> None:
         """Keep the rows as they are now: whoever writes goes on, and these stay."""
@@ -153,8 +178,8 @@ class Life(MortalLife):
             same([kept[0].gather(places), kept[1].gather(places)], held)
         if not slots.size:
             return
-        fresh = ReadColumns(Disk(), self.folder / "columns", FIELDS, self.slots)
-        self.reader = self.reader or ReadColumns(Disk(), self.folder / "columns", FIELDS, self.slots)
+        fresh = ReadColumns(Disk(), self.folder / "columns", self.fields, self.slots)
+        self.reader = self.reader or ReadColumns(Disk(), self.folder / "columns", self.fields, self.slots)
         for reader in (fresh, self.reader):
             reader.look(0)
             reader.look_to(self.last)
@@ -166,7 +191,7 @@ def same(found: list[Any], wanted: list[Any]) -> None:
         np.testing.assert_array_equal(one, other)
 
 
-KINDS = st.sampled_from(["steps", "resets", "noise", "still", "workers"])
+KINDS = st.sampled_from(["steps", "resets", "noise", "still", "workers", "flips", "masked"])
 ACTS = st.one_of(
     st.tuples(st.just("extend"), st.integers(1, 40), KINDS, st.integers(1, 4)),
     st.tuples(st.just("extend"), st.integers(1, 3), KINDS, st.integers(1, 4)),
@@ -188,15 +213,21 @@ ACTS = st.one_of(
     chunks=st.integers(1, 4),
     capacity=st.one_of(st.none(), st.integers(1, 12)),
     reach=st.integers(1, 6),
+    parts=st.sampled_from([1, 2, 4]),
     acts=st.lists(ACTS, min_size=1, max_size=25),
 )
 def test_every_life_keeps_both(
-    each: tuple[int, int], chunks: int, capacity: int | None, reach: int, acts: list[tuple[Any, ...]]
+    each: tuple[int, int],
+    chunks: int,
+    capacity: int | None,
+    reach: int,
+    parts: int,
+    acts: list[tuple[Any, ...]],
 ) -> None:
     most = max(each)
     room = None if capacity is None else capacity * most
     with tempfile.TemporaryDirectory() as name:
-        life = Life(Path(name), room, 3 * most, (reach + 1) * most, each, chunks)
+        life = Life(Path(name), room, 3 * most, (reach + 1) * most, each, chunks, parts)
         for act, *numbers in acts:
             if act == "extend":
                 life.extend(*numbers)
@@ -212,6 +243,46 @@ def test_every_life_keeps_both(
                 getattr(life, act)()
             life.check()
         life.end()
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    parts=st.sampled_from([2, 3, 4]),
+    reach=st.integers(1, 30),
+    acts=st.lists(
+        st.tuples(st.integers(1, 40), KINDS, st.integers(1, 4), st.integers(0, 9)), min_size=1, max_size=8
+    ),
+)
+def test_images_are_found_where_they_are_stored(
+    parts: int, reach: int, acts: list[tuple[int, str, int, int]]
+) -> None:
+    """A reference leads to the same bytes, near enough, and to no other one; also after repeated calls."""
+    frames, known = Frames(parts), NextRows(parts * WIDTH, reach, parts)
+    images, stored = np.zeros((0, WIDTH), np.uint8), np.zeros(0, bool)
+    for count, kind, lanes, again in acts:
+        rows = frames.rows(kind, count, lanes)
+        place = len(stored) // parts
+        found = known.find_parts(place, *rows)
+        if (
+            again < 2
+        ):  # the write failed, and is repeated in other parts: columns may have what was found first
+            count = count if again else max(1, count // 2)
+            rows = rows[0][:count].copy(), rows[1][:count].copy()
+            first, found = found, known.find_parts(place, *rows)
+            if any((one[:count] != other).any() for one, other in zip(first, found, strict=True)):
+                assert not np.any(found), "what is stored is unknown, and nothing may refer to it"
+                found[1][:] = -1
+        images = np.concatenate([images, rows[1].reshape(-1, WIDTH)])
+        stored = np.append(stored, (found[1] == 0).reshape(-1))
+        for values, numbers in zip(rows, found, strict=True):
+            own = values.reshape(-1, WIDTH)
+            for image in np.flatnonzero(numbers > 0).tolist():
+                back = int(numbers.reshape(-1)[image])
+                there = place * parts + image - back
+                assert back <= reach * parts
+                assert there >= 0
+                assert stored[there]
+                np.testing.assert_array_equal(images[there], own[image])
 
 
 @pytest.fixture
@@ -259,6 +330,23 @@ def test_other_readers_find_the_same_or_zeros(life: Life) -> None:
     wanted[distances > 0] = 0
     np.testing.assert_array_equal(observed[:80], wanted)
     np.testing.assert_array_equal(following[:64], [life.rows[one][1] for one in range(1, 65)])
+
+
+def test_other_readers_find_the_images_of_stacks_or_zeros(tmp_path: Path) -> None:
+    import zarr
+
+    life = Life(tmp_path, 64, 24, 24, (4, 8), 4, parts=4)
+    for _ in range(4):
+        life.extend(16, lanes=2)
+    life.sync()
+    group = zarr.open_group(tmp_path / "columns", mode="r")
+    for place, name in enumerate(("a", "next/a")):
+        distances = life.columns.packed[place].distances(np.arange(64)).reshape(64, 4)
+        wanted = np.array([life.rows[one][place] for one in range(1, 65)])
+        wanted[distances > 0] = 0
+        np.testing.assert_array_equal(group[name][:64], wanted)
+        assert (distances == 0).sum() == (2 * 4 if place == 0 else 64 + 2 * 3)
+    life.end()
 
 
 def test_rows_that_lie_with_lost_ones_are_refused(life: Life) -> None:
