@@ -150,6 +150,17 @@ def _no_index(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _warm_sql() -> Iterator[None]:
+    """Processes for untrusted SQL do not import everything again; tests of the sandbox override this."""
+    from expstore.sql.sandbox import pool
+    from tests.support.warm_sql import WARM
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool, "subprocess", WARM)
+        yield
+
+
 @pytest.fixture
 def no_index_on_close(monkeypatch: pytest.MonkeyPatch) -> None:
     """Close stores without bringing their index up to date, also one that was opened."""

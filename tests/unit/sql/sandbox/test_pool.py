@@ -51,6 +51,11 @@ QUERIES = (
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _warm_sql() -> None:
+    """The processes start as they do for users."""
+
+
 def table(answer: Answer) -> pa.Table:
     found = pa.ipc.open_stream(answer.data).read_all()
     found.validate(full=True)
