@@ -11,6 +11,7 @@ wrote. Numbers count from `start`; the id of a row in a new store is its number 
 - `whole_trajectories`: complete trajectories of given lengths, one after another.
 - `noise_frames`, `counted_frames`: uint8 frames that do not compress, and frames that do.
 - `memory_buffer`: a buffer in RAM; `trajectory_buffer`: a buffer in RAM that holds trajectories.
+- `same`: whether two batches have the same fields, dtypes and bits.
 - `buffer_factory`, `closing_factory`: several buffers, closed after the test.
 """
 
@@ -29,6 +30,22 @@ from tensordict import TensorDict
 import expstore
 from expstore import MemoryStorage, TensorDictReplayBuffer
 from tests.support.flat_storages import flatten_dims
+from tests.support.tensor_bits import bits
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return whether two TensorDicts have the same batch size, fields, dtypes, shapes and bits."""
+    keys = set(one.keys(True, True))
+    return (
+        one.batch_size == other.batch_size
+        and keys == set(other.keys(True, True))
+        and all(
+            (a.dtype, a.shape, bits(a)) == (b.dtype, b.shape, bits(b))
+            if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+            else a == b
+            for a, b in ((one.get(key), other.get(key)) for key in keys)
+        )
+    )
 
 
 def numbered_rows(count: int, start: int = 0, *, key: str = "number", **fields: Any) -> TensorDict:

@@ -59,7 +59,7 @@ def spread(cases: Sequence[Mapping[str, int]], count: int) -> list[int]:
     """Return the numbers of some cases that cover as many values as possible.
 
     Args:
-        cases: Values of each case: name -> number of the value.
+        cases: Values of each case: name -> number of the value, the same for equal values.
         count: Number of cases.
 
     >>> spread([{"a": 0, "b": 0}, {"a": 0, "b": 1}, {"a": 1, "b": 0}, {"a": 1, "b": 1}], 2)
@@ -95,5 +95,9 @@ def leave_the_rest(items: Sequence[pytest.Item]) -> None:
 
 
 def _values_of(item: pytest.Item) -> Mapping[str, int]:
-    """Return the values of a case's parameters: name -> number of the value."""
-    return item.callspec.indices if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    """Return what identifies the values of a case's parameters: name -> identity of the value.
+
+    `callspec.indices` has the number of the case for a parameter that is no fixture.
+    """
+    params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    return {name: id(value) for name, value in params.items()}

@@ -23,7 +23,7 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from tests.support import compile_loops
@@ -40,13 +40,20 @@ _IMPORTS = (
     "expstore.cli.app",
     "expstore.buffers.replay_buffer",
     "expstore.api.server",
+    *compile_loops.modules(),
 )
 
 
-class _Parent:
-    """The process that has imported the modules; started with the first program, ends with this one."""
+class Parent:
+    """A process that has imported modules; it starts with the first program, and ends with this process.
 
-    def __init__(self) -> None:
+    Args:
+        modules: Names of the modules.
+        environment: Environment of the process, with that of the tests; programs get their own.
+    """
+
+    def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._modules, self._environment = modules, environment
         self._here: socket.socket | None = None
         self._process: subprocess.Popen[Any] | None = None
         self._owner = 0
@@ -70,11 +77,11 @@ class _Parent:
         self._owner = os.getpid()
         with there:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.warm_processes", str(there.fileno())],
+                [sys.executable, "-m", "tests.support.warm_processes", str(there.fileno()), *self._modules],
                 cwd=ROOT,
                 pass_fds=[there.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                env={**os.environ, **self._environment},
             )
         atexit.register(self._end)
 
@@ -84,12 +91,10 @@ class _Parent:
             self._process.wait()
 
 
-_PARENT = _Parent()
-
-
-class _Forked(subprocess.Popen[Any]):
+class Forked(subprocess.Popen[Any]):
     """A process with the interface of `subprocess.Popen`, for `[sys.executable, ...]`."""
 
+    parent = Parent(_IMPORTS, {"OMP_NUM_THREADS": "1"})
     _ended = -1
 
     def _execute_child(self, args: Any, *more: Any) -> None:
@@ -103,7 +108,7 @@ class _Forked(subprocess.Popen[Any]):
             "session": bool(rest[5]),
         }
         streams = [own if own != -1 else usual for usual, own in enumerate((stdin, stdout, stderr))]
-        self.pid, self._ended = _PARENT.fork(told, streams)
+        self.pid, self._ended = self.parent.fork(told, streams)
         self._child_created = True
         self._close_pipe_fds(*pipes[:6])  # type: ignore[attr-defined]
 
@@ -129,7 +134,7 @@ class _Forked(subprocess.Popen[Any]):
 
 
 #: `subprocess.Popen` of a Python program.
-Popen: Any = _Forked if sys.platform == "linux" else subprocess.Popen
+Popen: Any = Forked if sys.platform == "linux" else subprocess.Popen
 
 
 def run(
@@ -239,10 +244,11 @@ def _run(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    for name in (*_IMPORTS, *compile_loops.modules()):
+    for name in sys.argv[2:]:
         importlib.import_module(name)
     gc.freeze()  # a collection would copy the memory page by page
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # exits of intermediate processes are not waited for
     asked = _serve(socket.socket(fileno=int(sys.argv[1])))
-    if asked is not None:
-        _become(asked)
+    if asked is None:
+        os._exit(0)  # DuckDB would report what is left of it as leaked
+    _become(asked)

@@ -23,11 +23,13 @@ import pyarrow as pa
 
 from expstore.disk.files import Disk, File
 from expstore.errors import CorruptionError, ExpStoreError, QueryError, StateError
+from expstore.kernels.loader import compiling
 from expstore.sql.result import table_stream
 from expstore.sql.sandbox.confine import bound, bound_data, die_with_parent, restrict
 from expstore.sql.sandbox.pipes import PipeError, receive, send
 from expstore.sql.sync import Catalog
 from expstore.storages.follower import FollowerStorage, Origin
+from expstore.storages.format.manifest import Manifest
 from expstore.storages.format.paths import LOG
 
 #: Largest body of a request, in bytes: statement and parameters are in the JSON part, so there is no body.
@@ -65,10 +67,11 @@ def main(told: Mapping[str, Any]) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     sys.meta_path.insert(0, _Absent())
+    path, own = Path(told["path"]), Path(__file__).parent.parent.parent
     _load()
+    _load_loops(path)
     # Threads that libraries have already started would not be restricted.
     alone = len(Disk().names(Path("/proc/self/task"))) <= 1
-    path, own = Path(told["path"]), Path(__file__).parent.parent.parent
     libraries = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platlib", "purelib")]
     code = [*libraries, *map(Path, told["code"]), own, own / "migrations"]
     places = [path, *_SYSTEM, *code]
@@ -280,3 +283,18 @@ def _load() -> None:
     import expstore.sql.index
 
     _ = (pyarrow.dataset, expstore.sql.expressions, expstore.sql.arrow_dataset, expstore.sql.index)
+
+
+def _load_loops(path: Path) -> None:
+    """Import the loops that queries of groups need, if the store has groups.
+
+    Once the process is restricted, numba cannot use its cache, and compiles them for seconds: longer than a
+    query may take.
+    """
+    try:
+        has_groups = Manifest.load(Disk(), path).group_key is not None
+    except ExpStoreError:
+        return  # `_serve` reports it
+    if has_groups:
+        with compiling:
+            import expstore.kernels.step_runs  # noqa: F401

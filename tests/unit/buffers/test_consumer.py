@@ -38,6 +38,7 @@ from expstore.errors import (
 )
 from expstore.storages.format import draw_log
 from expstore.storages.format.draw_log import DrawLog
+from tests.support.batches import same
 from tests.support.draw_sequences import BATCH, CAPACITY, SAMPLERS, sampler_rows, short_rings
 from tests.support.forks import in_child
 
@@ -61,10 +62,6 @@ def rb(tmp_path: Path) -> Iterator[Any]:
     with expstore.open(tmp_path / "run.exp", batch_size=4, seed=1) as rb:
         rb.extend(rows(100))
         yield rb
-
-
-def same(one: Any, other: Any) -> bool:
-    return bool(((one == other) | ((one != one) & (other != other))).all())  # NaN is NaN
 
 
 def draw(consumer: Any, count: int) -> list[Any]:
@@ -705,6 +702,7 @@ def test_a_batch_without_its_info_comes_again(
         assert (info["id"] == batch["id"]).all()
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("sampler", ["without_replacement", "consuming"])
 @pytest.mark.parametrize("before", [0, 1, 2, 3])  # draws; a file has three
 def test_an_interrupt_at_any_line_loses_no_draw_and_repeats_none(

@@ -15,6 +15,7 @@ from tensordict import NonTensorData, TensorDict
 from expstore.datasets import TensorDictReader
 from expstore.datasets.kinds import tensordict_folder
 from expstore.errors import NotFoundError, SchemaError, StorageError
+from tests.support.batches import same
 from tests.support.imported_stores import import_rows
 from tests.support.refusals import check_refusals
 
@@ -42,10 +43,6 @@ def rows(first: int, count: int, *, every: int = 5) -> TensorDict:
         },
         [count],
     )
-
-
-def same(found: TensorDict, wanted: TensorDict) -> bool:
-    return all(torch.equal(found[key], wanted[key]) for key in wanted.keys(True, True))
 
 
 @pytest.mark.parametrize("piece", [1, 200, 16 << 20])

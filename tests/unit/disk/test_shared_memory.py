@@ -109,11 +109,16 @@ def test_another_users_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     listener.close()
 
 
+def names_in_memory() -> set[str]:
+    """Return the names of files in memory, except those of other tests."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("tests-")}
+
+
 def test_nothing_is_left_on_the_disk() -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = names_in_memory()
     listener, near, far = connection()
     memory = SharedMemory.create(1 << 20)
     memory.memory[:] = np.uint8(1)
-    assert set(os.listdir("/dev/shm")) == before
+    assert names_in_memory() == before
     for end in (near, far, listener):
         end.close()

@@ -44,6 +44,7 @@ from expstore.remote import RemoteReplayBuffer, Retries
 from expstore.remote.local_only import INSTEAD
 from expstore.remote.transport import Address, Connection, _error_of
 from tests.support.arrow_bodies import batch_of
+from tests.support.batches import same
 from tests.support.forks import forked
 from tests.support.servers import KillableServer, Serving
 from tests.support.tcp_proxy import BreakableProxy, Proxy
@@ -91,10 +92,6 @@ def _closed() -> Iterator[None]:
     yield
     while _connected:
         _connected.pop().close()
-
-
-def same(one: TensorDict, other: TensorDict) -> bool:
-    return set(one.keys(True, True)) == set(other.keys(True, True)) and bool((one == other).all())
 
 
 def test_a_store_may_have_the_name_of_a_file(server: Serving, folder: Path, tmp_path: Path) -> None:

@@ -36,7 +36,6 @@ def server(path: Path) -> Iterator[Serving]:
 
 
 def connect(server: Serving) -> Any:
-    # A process that answers SQL about groups loads numba first.
     address = f"http://127.0.0.1:{server.port}/run"
     return expstore.connect(address, retries=SOON, timeout=200.0, as_numpy=True)
 

@@ -20,6 +20,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, tensorclass
 import expstore
 import expstore.specs
 from expstore.specs import Bounded, Categorical, Composite, Stacked, StackedComposite
+from tests.support.batches import same
 
 #: Makes a spec out of one library's classes.
 Recipe = Callable[[Any], Any]
@@ -56,16 +57,6 @@ trees = st.recursive(
 
 def both(make: Recipe) -> tuple[Any, Any]:
     return make(expstore.specs), make(torchrl.data)
-
-
-def same(here: Any, there: Any) -> bool:
-    """Say whether two TensorDicts hold the same, dtypes and batch sizes included."""
-    if here.batch_size != there.batch_size or set(here.keys(True, True)) != set(there.keys(True, True)):
-        return False
-    return all(
-        here[key].dtype == there[key].dtype and torch.equal(here[key], there[key])
-        for key in here.keys(True, True)
-    )
 
 
 # -- beside TorchRL's ------------------------------------------------------------------------------

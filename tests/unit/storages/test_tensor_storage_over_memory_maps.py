@@ -12,6 +12,7 @@ from tensordict import MemoryMappedTensor, TensorDict
 
 import expstore
 from expstore import TensorStorage
+from tests.support.batches import same
 
 
 def rows(first: int, count: int) -> TensorDict:
@@ -24,10 +25,6 @@ def rows(first: int, count: int) -> TensorDict:
         },
         [count],
     )
-
-
-def same(found: TensorDict, wanted: TensorDict) -> bool:
-    return all(torch.equal(found[key], wanted[key]) for key in wanted.keys(True, True))
 
 
 @pytest.mark.parametrize("loaded", [False, True])

@@ -51,6 +51,11 @@ QUERIES = (
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _warm_sql() -> None:
+    """The processes start as they do for users."""
+
+
 def table(answer: Answer) -> pa.Table:
     found = pa.ipc.open_stream(answer.data).read_all()
     found.validate(full=True)
@@ -505,6 +510,21 @@ def test_whether_files_are_protected_is_reported(worker: SqlWorker) -> None:
     said = worker.stats()["confined"]
     assert said.startswith(("landlock ", "no landlock: "))
     assert "threads" not in said
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_loops_for_groups_are_loaded_before_the_process_is_restricted(tmp_path: Path) -> None:
+    """Afterwards numba finds no cache that it could use, and compiles them for ten seconds."""
+    ends = np.ones(2, bool)
+    path = tmp_path / "groups.exp"
+    with expstore.open(path, episodes={"group": "group", "traj": "traj"}) as rb:
+        rb.extend({"group": np.full(2, 5), "traj": np.arange(2), "next": {"terminated": ends, "done": ends}})
+    with SqlWorker(path) as worker:
+        worker.query("SELECT 1")
+        child = worker._pool._seats.idle[0]
+        assert "llvmlite" in Path(f"/proc/{child.process.pid}/maps").read_text()
+        assert table(worker.query("SELECT group_id FROM groups"))["group_id"].to_pylist() == [1]
+        assert "threads" not in worker.stats()["confined"]
 
 
 @pytest.mark.guarantee("access/sql")

@@ -33,6 +33,7 @@ from expstore.storages.memory import MemoryStorage
 from expstore.storages.snapshot_access import SnapshotPin
 from expstore.storages.snapshots import create, restore
 from expstore.storages.snapshots.catalog import find_version
+from tests.support.batches import same
 from tests.support.damaged_stores import flip
 from tests.support.gated_disk import GatedDisk
 from tests.support.waits import wait_until
@@ -53,10 +54,6 @@ def rows_of(rb: ReplayBuffer) -> TensorDict:
     ids = np.arange(window.low + 1, window.last + 1)
     columns = rb.storage.read(ids)
     return form_of(rb.storage).build(columns, [ids.size], {})
-
-
-def same(a: TensorDict, b: TensorDict) -> bool:
-    return bool((a == b).all())
 
 
 def batches(rb: ReplayBuffer, count: int) -> list[TensorDict]:
