@@ -219,6 +219,7 @@ def export(
     from expstore.disk.files import ReadingDisk
     from expstore.exchange.rows import parse_episodes
 
+    disk = ReadingDisk()
     names = None if fields is None else [name.strip() for name in fields.split(",")]
     which = where if episodes is None else parse_episodes(episodes)
     if chosen == ["lerobot"]:
@@ -230,7 +231,7 @@ def export(
                 store, target, fields=names, episodes=which, version=version, progress=progress, **more
             )
     except KeyboardInterrupt:
-        if ReadingDisk().exists(target):
+        if disk.exists(target):
             typer.echo("stopped; the same command continues the export", err=True)
         raise
     if as_json:
