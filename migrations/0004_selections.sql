@@ -49,7 +49,7 @@ SELECT
     episodes,
     excluded,
     missing,
-    nullif(definition ->> '$.by', '') AS "by",
+    nullif(definition ->> '$.by', '') AS author,
     nullif(definition ->> '$.reason', '') AS reason,
     make_timestamp((definition ->> '$.time')::BIGINT) AS created,
     definition ->> '$.version' AS version,

@@ -113,7 +113,7 @@ _OTHERS: tuple[tuple[str, str, _Columns], ...] = (
         ("episodes", "BIGINT", "how many members it has"),
         ("excluded", "BIGINT", "how many episodes were excluded by hand"),
         ("missing", "BIGINT", "of how many members rows were evicted or deleted"),
-        ("by", "VARCHAR", "who created it"),
+        ("author", "VARCHAR", "who created it"),
         ("reason", "VARCHAR", "why; NULL: no reason was given"),
         ("created", "TIMESTAMP", "when it was created (UTC)"),
         ("version", "VARCHAR", "the newest journal record then: generation and sequence, as in `commits`"),

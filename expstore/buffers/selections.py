@@ -185,7 +185,7 @@ class Selections:
             raise _build_unknown_error(name, list(self))
         (row,) = found
         return Selection(
-            name, row["condition"], row["by"] or "", row["reason"] or "", row["created"],
+            name, row["condition"], row["author"] or "", row["reason"] or "", row["created"],
             row["version"] or "", row["store"] or "", self,
         )  # fmt: skip
 

@@ -45,7 +45,7 @@ _Arguments = ParamSpec("_Arguments")
 _Answer = TypeVar("_Answer")
 _log = logging.getLogger("expstore")
 _DEFINITIONS = """
-SELECT name, condition, store, version, epoch_us(created), coalesce("by", ''), coalesce(reason, '')
+SELECT name, condition, store, version, epoch_us(created), coalesce(author, ''), coalesce(reason, '')
 FROM selections
 """
 #: After this many changed episodes the index is updated in the background, to bound memory.

@@ -425,7 +425,7 @@ def test_a_filter_becomes_a_selection_from_which_an_episode_is_excluded(visit: O
     expect(page.locator("section:has-text('Selections') s")).to_have_text("it's clean")
     answer = tab.open("/stores/run/episodes/2").request.post(
         page.url.split("/ui/")[0] + "/v1/stores/run/sql",
-        data={"query": 'SELECT "by", episodes, excluded FROM selections'},
+        data={"query": "SELECT author, episodes, excluded FROM selections"},
     )
     assert answer.json()["rows"] == [["ada", 2, 1]]
     assert tab.errors == []
