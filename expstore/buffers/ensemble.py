@@ -240,7 +240,7 @@ class ReplayBufferEnsemble:
         return Draws(key, _CHOICE).generator(sum(rb.storage.draws.number for rb in self._rbs))
 
     def _counts(self, size: int) -> list[int]:
-        return [rb.count_candidates(size) for rb in self._rbs]
+        return [rb.sampler.sampleable(rb.storage, size) for rb in self._rbs]
 
     def _parts(self, chosen: IntArray, size: int) -> tuple[list[Any], list[TensorDict]]:
         """Draw the parts of a batch, with one draw per member."""

@@ -602,10 +602,6 @@ class ReplayBuffer:
         sampler = self._sampling.sampler
         return sampler.can_sample(self._store.storage, self._size(batch_size, sampler))
 
-    def count_candidates(self, batch_size: int) -> int:
-        """Return from how many rows, or slices, a batch would be drawn; `where` is not evaluated."""
-        return self._sampling.sampler.sampleable(self._store.storage, batch_size)
-
     # -- rows by index, id and episode -------------------------------------------------------------
 
     def __getitem__(self, index: Any) -> Any:
@@ -989,7 +985,7 @@ class ReplayBuffer:
         Example:
             >>> clean = rb.selections.create("clean-v1", where="length > 3")
             >>> rb.sql("SELECT count(*) FROM episodes WHERE selection('clean-v1')").fetchall()
-            [(1,)]
+            [(10,)]
         """
         return Selections(self._store.storage, self._store.catalog, self._store.proxy)
 

@@ -18,7 +18,6 @@ INSTEAD: Mapping[str, str] = {
     "rb[...]": "read rows by id: by_id(ids), or by episode: trajectory(episode_id)",
     "read_all_in_order": "use sql(), or read episodes: trajectory(episode_id)",
     "query": "use sql(), then read each trajectory(episode_id)",
-    "count_candidates": "use sql()",
     "columns.stats": "use sql(), or open the store on its machine with mode='r'",
     "to_torch_dataset": "iterate over the buffer: it prefetches batches",
     "refresh": "nothing: every answer is from the store as it is now",
@@ -132,7 +131,6 @@ class LocalOnly:
     __setitem__ = _refuse("rb[...] = rows", "__setitem__")
     read_all_in_order = _refuse("read_all_in_order")
     query = _refuse("query")
-    count_candidates = _refuse("count_candidates")
     to_torch_dataset = _refuse("to_torch_dataset")
     refresh = _refuse("refresh")
     synchronize = _refuse("synchronize")

@@ -28,13 +28,13 @@ SERVER = "http://trainer:8420"
 #: Pages whose blocks run here. Before them only the first example of the front page, if they name it.
 PAGES = (
     "annotations", "collecting", "episodes", "exchange", "fields", "groups", "gymnasium", "images", "look",
-    "processes", "sampling", "server", "sql", "stable_baselines3", "torchrl",
+    "odd", "processes", "sampling", "selections", "server", "sql", "stable_baselines3", "torchrl",
 )  # fmt: skip
 #: Pages with tests of their own, pages that test_site.py runs, and pages without blocks.
 OTHERS = (
-    "benchmarks", "cleanrl", "cluster", "comparison", "consumers", "datasets", "development", "durability",
-    "errors", "faq", "format", "glossary", "http", "index", "installing", "numpy", "page", "retention",
-    "storages", "versions",
+    "benchmarks", "capture", "cleanrl", "cluster", "comparison", "consumers", "datasets", "development",
+    "durability", "errors", "faq", "format", "glossary", "http", "index", "installing", "numpy", "page",
+    "retention", "storages", "versions",
 )  # fmt: skip
 
 

@@ -184,6 +184,7 @@ def test_arguments_are_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """A session records the program by its name, and at its end what git has said meanwhile."""
     monkeypatch.setattr(sys, "argv", ["/home/me/train.py", "--key=secret"])
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    monkeypatch.setattr(program, "describe_checkout", dict)  # git may have answered another test
     monkeypatch.setattr(store, "describe_checkout", lambda: {"git_commit": "c" * 40, "dirty": True})
     with expstore.open(tmp_path / "run.exp") as rb:
         rb.extend(rows(3))

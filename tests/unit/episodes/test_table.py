@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from expstore.core import tuning
 from expstore.episodes import table as table_module
 from expstore.episodes.fragments import Fragments, clip, count_live
-from expstore.episodes.log import EndedEpisodes, LogEntry, flatten
+from expstore.episodes.log import EndedEpisodes, LogEntry, NewFacts, flatten
 from expstore.episodes.segmentation import CUT, NEW, OPEN, TERMINATED, TRUNCATED, Steps
 from expstore.episodes.sessions import End, NewSource, SessionKey
 from expstore.episodes.table import EpisodeTable, pack_segments, unpack_segments
@@ -412,7 +412,7 @@ def test_columns_of_many_episodes_are_what_single_segments_are(
             log += entries
             known = table.find(max(1, table.next_episode - mark))
             if known is not None:
-                log += table.annotate(replace(known.entry(time, 0), text='{"late": 1}'), time)
+                log += table.apply(NewFacts((replace(known.entry(time, 0), text='{"late": 1}'),)), time)
             table.evict(first - 40)
             parts = [pack_segments(segments), assigned.numbers.tolist(), table.next_episode]
             parts += [table.splits, table.split_names, table.touched.since(0)]

@@ -143,7 +143,7 @@ def test_nothing_changes_when_the_index_is_deleted(tmp_path: Path, stop: str, as
     assert told["ids"] == [78, 79, 80, 81]
     assert told["more"] == [82, 83, 84, 85]
     # What the writer saw, but that its session is over and its open episodes are cut.
-    statuses = {row[0]: (row[1], row[2], row[4], row[9]) for row in told["episodes"]}
+    statuses = {row[0]: (row[1], row[2], row[4], row[10]) for row in told["episodes"]}
     assert "open" not in [status for _, _, status, _ in statuses.values()]
     assert all(ended for *_, ended in told["sources"])
     assert statuses[1] == ("arm", 4, "terminated", 0)
@@ -200,7 +200,7 @@ def test_an_index_that_is_lives_behind_gives_the_same_answers(
         (30,): [0, 0, 0, 10, 3, 27],
         (5, 30): [0, 0, 0, 5, 3, 2, 3, 27],
     }[more]
-    assert [row[9] for row in found["episodes"]] == live
+    assert [row[10] for row in found["episodes"]] == live
     assert sum(row[2] for row in found["fragments"]) == 40
 
 
