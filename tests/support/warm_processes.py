@@ -57,17 +57,21 @@ class Parent:
         self._here: socket.socket | None = None
         self._process: subprocess.Popen[Any] | None = None
         self._owner = 0
+        self._lock = threading.Lock()  # requests of two threads must not mix
 
     def fork(self, told: dict[str, Any], streams: Sequence[int]) -> tuple[int, int]:
         """Fork a process that runs a program; return its id, and a descriptor that reports its end."""
-        if self._here is None or self._owner != os.getpid():
-            self._begin()
-        assert self._here is not None
+        if self._owner != os.getpid():  # in a fork of this process another thread may have held it
+            self._lock = threading.Lock()
         ended, end = os.pipe()
         try:
             data = json.dumps(told).encode()
-            socket.send_fds(self._here, [struct.pack("<I", len(data))], [*streams, end])
-            self._here.sendall(data)
+            with self._lock:
+                if self._here is None or self._owner != os.getpid():
+                    self._begin()
+                assert self._here is not None
+                socket.send_fds(self._here, [struct.pack("<I", len(data))], [*streams, end])
+                self._here.sendall(data)
         finally:
             os.close(end)
         return _STATUS.unpack(_read(ended, _STATUS.size))[0], ended
