@@ -97,7 +97,7 @@ def parse_answer(path: str, answer: dict[str, Any] | None, *, is_whole: bool) ->
 
     Args:
         path: `CHAT` or `RESPONSES`.
-        answer: The answer, or what the events of a stream add up to; None: there is none. It is changed.
+        answer: The answer, or what the events of a stream add up to; None: there is no answer. It is changed.
         is_whole: Whether the whole answer arrived. Messages of a partial one are in `response` only.
     """
     found: dict[str, Any] = {"messages": []}

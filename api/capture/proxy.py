@@ -84,7 +84,7 @@ class Proxy:
         """Add the routes: those of calls first, because each request is compared with one after the other.
 
         Args:
-            routes: The routes of the application; what follows `/v1/` and is none of them is passed on.
+            routes: The routes of the application; what follows `/v1/` and is not one of them is passed on.
         """
         endpoint = _Endpoint(self)
         paths = ["/episodes/{episode}/v1/{path:path}", *(f"/v1/{path}" for path in sorted(calls.RECORDED))]

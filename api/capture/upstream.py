@@ -108,7 +108,7 @@ class Answer:
         self._has_ended = False
 
     def header(self, name: bytes) -> str:
-        """Return the value of a header; "" if there is none."""
+        """Return the value of a header; "" without it."""
         return next((value.decode("latin-1") for known, value in self.headers if known == name), "")
 
     async def parts(self) -> AsyncIterator[bytes]:

@@ -2,8 +2,8 @@
 
 Used by openings of stores, which record who wrote rows. The arguments of the program, which may have
 secrets, are not read. The commit is read from files of git, in a fraction of a millisecond. Whether the
-checkout has changes only git can tell, which takes from milliseconds to seconds: a thread runs it, and nobody
-waits for it.
+checkout has changes only git can tell, which takes from milliseconds to seconds: a thread runs it, and the
+program does not wait.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class _Checkout:
     """The checkout in which a process runs: that of its script, or for an installed program of its folder.
 
     Args:
-        folder: The folder of the checkout; None: there is none.
+        folder: The folder of the checkout; None: the program is in no checkout.
     """
 
     def __init__(self, folder: Path | None) -> None:

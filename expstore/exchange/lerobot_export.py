@@ -341,7 +341,7 @@ def _task_of(info: str) -> str | None:
 
 
 def _find_fact(meta: Mapping[str, Any], name: str) -> Any:
-    """Return a fact of an imported data set, or else of the store; None if there is none."""
+    """Return a fact of an imported data set, or else of the store; None without it."""
     imported = meta.get("lerobot")
     found = imported.get(name) if isinstance(imported, dict) else None
     return meta.get(name) if found is None else found
@@ -449,7 +449,7 @@ class _DataSet:
         self.fps: int = request["fps"]
         self.codec: Codec = request["codec"]
         self.frames = self.groups = 0
-        #: The last exported episode of the store; None: there is none.
+        #: The last exported episode of the store; None: no episode.
         self.last: int | None = None
         #: The splits of the episodes, and the tasks, in order.
         self.splits: list[str] = []
@@ -710,7 +710,7 @@ class _Writer:
     Args:
         data: The data set.
         rows: The rows to export.
-        task_field: The field that has the task of each frame, or its number; None: there is none.
+        task_field: The field that has the task of each frame, or its number; None: no field has it.
         numbered: Tasks by their number, as text.
         task: The task of episodes that have none.
         progress: Called with the bytes done and the bytes in total.
