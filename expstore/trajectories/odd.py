@@ -41,6 +41,8 @@ _COMMON = 3.0
 _EVENT = 0.5
 #: Episodes are copies if at least this share of their hashes is equal.
 _ALIKE = 0.75
+#: Part of what is added before a logarithm that is lost where it is subtracted again.
+_ROUNDING = 1e-9
 #: A median absolute deviation times this is the standard deviation of normal numbers.
 _ROBUST = 1.4826
 #: The variance of the median of n normal numbers is their variance times this, divided by n.
@@ -173,7 +175,8 @@ def rank(episodes: Episodes) -> list[Oddness]:
         usual = middle[number, column]
         value = usual + shift[way][number, column]
         if scales[column].log:
-            value, usual = np.exp([value, usual]) - offset[column]
+            found = np.exp([value, usual]) - offset[column]
+            value, usual = np.where(found < _ROUNDING * offset[column], 0.0, found)
         odd = Oddness(
             float(score[number]), measures[column], way, float(value), float(usual), int(copied[number])
         )
@@ -232,7 +235,9 @@ def describe(odd: Oddness, length: int, status: str, where: tuple[int, int] | No
         "short": f"{status} after {length} steps; usually {length / max(1e-9, 1 - value):.0f} steps",
         "positive": f"reward above 0 in {value:.0%} of the steps; usually in {usual:.0%}",
         "level": f"mean of {name} {value:.4g}; usually {usual:.4g}",
-        "spread": f"standard deviation of {name} {value:.4g}; usually {usual:.4g}",
+        "spread": f"standard deviation of {name} {value:.4g}; usually {usual:.4g}"
+        if value
+        else f"{name} has one value in all steps; its standard deviation is usually {usual:.4g}",
         "still": f"{name} does not change in {value:.0%} of the steps{run}; usually in {usual:.0%}",
         "change": f"{name} changes by {value:.4g} a step; usually by {usual:.4g}",
         "jump": f"{name} jumps by {value:.4g}{at}; usually by {usual:.4g} at most",

@@ -96,6 +96,15 @@ def test_the_unit_of_a_measure_does_not_matter() -> None:
         np.testing.assert_allclose(one, other, rtol=1e-9)
 
 
+def test_a_value_of_0_is_0_on_a_scale_of_ratios() -> None:
+    column = np.random.default_rng(7).uniform(0.3, 0.5, COUNT)
+    column[[9, 99]] = 0.0
+    found = rank(make_episodes(spread=column))
+    assert [(found[n].measure.name, found[n].value) for n in (9, 99)] == [("spread", 0.0)] * 2
+    text = describe(found[9], 20, "terminated", None, "x[1]")
+    assert text.startswith("x[1] has one value in all steps; its standard deviation is usually 0.")
+
+
 def test_episodes_that_were_stopped_early() -> None:
     length, ended = np.full(COUNT, 60), np.ones(COUNT, bool)
     length[[20, 30]], ended[[30, 40]] = 8, False
