@@ -246,8 +246,9 @@ def look(path: Path, mode: Any) -> dict[str, Any]:
         if mode == "a":
             del found["sessions"]  # the session of a writer begins with its first row
         else:
-            steps = manifest.lineage.steps  # also that of a session without rows, which a writer drops
-            found["policies"] = [step.facts.get("policy") for step in steps]
+            # Also that of a session without rows, which a writer drops.
+            policies = [step.facts.get("policy") for step in manifest.lineage.steps]
+            found["policies"] = [policy for policy in policies if policy is not None]
         return found
 
 

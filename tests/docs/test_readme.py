@@ -208,7 +208,7 @@ FILE = re.compile(r"(?<![\w/.])((?:[\w.-]+/)+\w+\.py|\w+\.py(?=::))(?:::(\w+(?:\
 PATH = re.compile(rf"`((?:examples|migrations|docs|{'|'.join(FOLDERS)})/[\w/.-]*)`")
 DOTTED = re.compile(r"(?<![\w/.@-])((?:expstore|tests|benchmarks)(?:\.[A-Za-z_]\w*)+)(?![\w/-])")
 #: Files in a store, and pages.
-NOT_DOTTED = {"expstore.json", "benchmarks.md"}
+NOT_DOTTED = {"expstore.json", "expstore.wishes", "benchmarks.md"}
 
 
 def dead_names(text: str, folder: Path) -> list[str]:
