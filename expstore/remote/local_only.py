@@ -46,6 +46,7 @@ INSTEAD: Mapping[str, str] = {
     "update_if_present": _MANAGE,
     "submit_update_if_present": _MANAGE,
     "empty": _MANAGE,
+    "episodes.annotate_each": "annotate() each of them",
     "episodes.delete": _MANAGE,
     "episodes.measure": _MANAGE,
     "episodes.odd": "run `expstore odd` on the store's machine",
@@ -116,6 +117,7 @@ class _Retention:
 class LocalEpisodes:
     """The methods of `rb.episodes` that a served store does not have."""
 
+    annotate_each = _refuse("episodes.annotate_each")
     delete = _refuse("episodes.delete")
     measure = _refuse("episodes.measure")
     odd = _refuse("episodes.odd")
