@@ -11,7 +11,8 @@ import inspect
 import math
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from expstore.core.arguments import check_whole
 from expstore.core.geometry import round_up
 from expstore.core.values import Array, IntArray, Key
 from expstore.disk.files import ReadingDisk
+from expstore.episodes.facts import check_split
 from expstore.errors import (
     ArgumentError,
     LockedError,
@@ -47,11 +49,11 @@ from expstore.transforms import MultiStepTransform, StepView
 
 try:
     from gymnasium import spaces
-    from stable_baselines3.common import buffers
+    from stable_baselines3.common import buffers, callbacks
     from stable_baselines3.common.preprocessing import get_action_dim, get_obs_shape
     from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
     from stable_baselines3.common.utils import get_device
-    from stable_baselines3.common.vec_env import VecEnv, VecNormalize
+    from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper, VecNormalize
     from stable_baselines3.her import GoalSelectionStrategy
     from stable_baselines3.her import HerReplayBuffer as SB3HerReplayBuffer
     from stable_baselines3.her.goal_selection_strategy import KEY_TO_GOAL_STRATEGY
@@ -63,6 +65,7 @@ except ModuleNotFoundError as exc:
 
 __all__ = [
     "DictReplayBuffer",
+    "EvalCallback",
     "HerReplayBuffer",
     "PrioritizedReplayBuffer",
     "PrioritizedReplayBufferSamples",
@@ -409,12 +412,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         """Return observations with the shapes of samples: those of discrete spaces get a dim."""
         if type(observation) is np.ndarray and observation.shape == self._batch_shape:
             return observation
-        if isinstance(self.obs_shape, dict):
-            return {
-                key: _reshape_rows(np.asarray(observation[key]), (self.n_envs, *shape))
-                for key, shape in self.obs_shape.items()
-            }
-        return _reshape_rows(np.asarray(observation), (self.n_envs, *self.obs_shape))
+        return _reshape_all(observation, self.obs_shape, self.n_envs)
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """Draw rows of all environments, with replacement.
@@ -771,6 +769,15 @@ class _Fields:
         return True
 
 
+def _reshape_all(observation: Any, shape: Any, n_envs: int) -> Any:
+    """Return observations of environments with the shape of a space; a dict of shapes for a Dict space."""
+    if isinstance(shape, dict):
+        return {
+            key: _reshape_rows(np.asarray(observation[key]), (n_envs, *one)) for key, one in shape.items()
+        }
+    return _reshape_rows(np.asarray(observation), (n_envs, *shape))
+
+
 def _reshape_rows(observations: Array, shape: tuple[int, ...]) -> Array:
     """Return observations of all environments in another shape of the same size."""
     if observations.size != np.prod(shape, dtype=np.int64):
@@ -1023,13 +1030,16 @@ class _Steps:
         n_envs: How many environments step together.
         flush_steps: So many steps are stored together.
         source: Name of the stream.
+        split: The split of its episodes; None: "train".
     """
 
-    def __init__(self, store: _Store, n_envs: int, flush_steps: int, source: str) -> None:
+    def __init__(
+        self, store: _Store, n_envs: int, flush_steps: int, source: str, split: str | None = None
+    ) -> None:
         if not isinstance(flush_steps, int) or flush_steps < 1:
             raise ArgumentError(f"flush_steps must be an integer of at least 1, got {flush_steps!r}")
         self._store, self._n_envs = store, n_envs
-        self._flush_steps, self._source = flush_steps, source
+        self._flush_steps, self._source, self._split = flush_steps, source, split
         self._recorder: Any = None
         self._is_described = False
         self._following: bytes | None = None  # what the next observations must be to continue the episodes
@@ -1038,7 +1048,9 @@ class _Steps:
     def start(self) -> None:
         """Open the store."""
         lanes = None if self._n_envs == 1 else self._n_envs
-        self._recorder = self._store.buffer.record(self._source, lanes=lanes, flush_steps=self._flush_steps)
+        self._recorder = self._store.buffer.record(
+            self._source, lanes=lanes, flush_steps=self._flush_steps, split=self._split
+        )
 
     def add(self, obs: Any, action: Array, reward: Array, next_obs: Any, done: Array, infos: Any) -> None:
         """Record a step of every environment; see `ReplayBuffer.add`."""
@@ -1094,6 +1106,126 @@ class _Steps:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_recorder": None, "_following": None}
+
+
+class _RecordedEnv(VecEnvWrapper):
+    """Pass the steps of an environment on to a function, with the last observations of episodes."""
+
+    def __init__(self, venv: VecEnv, begin: Callable[[], None], record: Callable[..., None]) -> None:
+        super().__init__(venv)
+        self._begin, self._record = begin, record
+        self._observation: Any = None
+        self._action: Any = None
+
+    def reset(self) -> Any:
+        self._begin()
+        found = self.venv.reset()
+        self._observation = deepcopy(found)
+        return found
+
+    def step_async(self, actions: Array) -> None:
+        self._action = np.array(actions)
+        self.venv.step_async(actions)
+
+    def step_wait(self) -> Any:
+        former = self._observation
+        observation, rewards, dones, infos = self.venv.step_wait()
+        following: Any = deepcopy(observation)
+        self._observation = following
+        if dones.any():
+            following = deepcopy(observation)
+            for lane in np.flatnonzero(dones).tolist():
+                last = infos[lane]["terminal_observation"]
+                if isinstance(following, dict):
+                    for key, values in following.items():
+                        values[lane] = last[key]
+                else:
+                    following[lane] = last
+        self._record(former, self._action, rewards, following, dones, infos)
+        return observation, rewards, dones, infos
+
+
+class EvalCallback(callbacks.EvalCallback):
+    """Evaluate a model, and store the steps of its evaluations apart from those that it learns from.
+
+    The steps are rows of the store of the model's replay buffer, which is of `expstore.sb3`. They are the
+    split "eval": the model never samples them, and SQL and plots compare them with the others. They count for
+    the capacity of the store, and for `size()` of the replay buffer. Observations are stored as the
+    environment returns them, and actions scaled as the model stores its own.
+
+    Processes: that of the model. Crashes: as for the replay buffer's own steps.
+
+    Args:
+        eval_env: The environment, wrapped like that of the model.
+        given: Other arguments of stable-baselines3's `EvalCallback`, and `options`.
+        split: The split of the episodes.
+        source: Name of the stream of steps.
+
+    Raises:
+        StateError: At the beginning of `learn`: the model has another replay buffer, or other spaces than
+            `eval_env`.
+
+    Example:
+        >>> from expstore.sb3 import EvalCallback
+        >>> evaluation = EvalCallback(gymnasium.make("CartPole-v1"), eval_freq=1000, n_eval_episodes=3)
+    """
+
+    def __init__(
+        self,
+        eval_env: Any,
+        *given: Any,
+        split: str = "eval",
+        source: str = "eval",
+        **options: Any,
+    ) -> None:
+        super().__init__(eval_env, *given, **options)
+        self._split, self._source = check_split(split), source
+        self._steps: _Steps | None = None
+
+    def _init_callback(self) -> None:
+        super()._init_callback()
+        buffer = getattr(self.model, "replay_buffer", None)
+        if not isinstance(buffer, ReplayBuffer):
+            raise StateError(
+                "the evaluation cannot be stored: the model has no replay buffer of expstore.sb3",
+                hint="make the model with replay_buffer_class=expstore.sb3.ReplayBuffer",
+            )
+        if self.eval_env.observation_space != self.model.observation_space:
+            raise StateError(
+                f"eval_env has observations {self.eval_env.observation_space}, and the model "
+                f"{self.model.observation_space}",
+                hint="wrap eval_env like the environment of the model, for images by VecTransposeImage",
+            )
+        if self._steps is None or self._steps._store is not buffer._store:
+            flush_steps = buffer._steps._flush_steps
+            self._steps = _Steps(
+                buffer._store, self.eval_env.num_envs, flush_steps, self._source, self._split
+            )
+        steps, n_envs = self._steps, self.eval_env.num_envs
+
+        def record(obs: Any, action: Array, reward: Array, next_obs: Any, done: Array, infos: Any) -> None:
+            if isinstance(self.model.action_space, spaces.Box):
+                action = self.model.policy.scale_action(action)
+            obs, next_obs = (_reshape_all(one, buffer.obs_shape, n_envs) for one in (obs, next_obs))
+            steps.add(obs, action.reshape(n_envs, buffer.action_dim), reward, next_obs, done, infos)
+
+        self._wrap(lambda venv: _RecordedEnv(venv, steps.cut, record))
+
+    def _on_training_end(self) -> None:
+        super()._on_training_end()
+        self._wrap(lambda venv: venv)
+        if self._steps is not None:
+            self._steps.close()
+
+    def _wrap(self, wrap: Callable[[VecEnv], VecEnv]) -> None:
+        """Wrap the environment below its normalization, in place of an earlier wrapper."""
+        normal = self.eval_env if isinstance(self.eval_env, VecNormalize) else None
+        inner = self.eval_env if normal is None else normal.venv
+        wrapped = wrap(inner.venv if isinstance(inner, _RecordedEnv) else inner)
+        if normal is None:
+            self.eval_env = wrapped
+        else:
+            normal.venv = wrapped
 
 
 def _first(observation: Any) -> Any:

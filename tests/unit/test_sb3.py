@@ -7,6 +7,7 @@ import itertools
 import pickle
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -1096,3 +1097,101 @@ def test_infos_of_a_vector_environment_are_one_dict(tmp_path: Path) -> None:
         ("env//1", "truncated"),
     ]
     ours.close()
+
+
+# -- evaluations -------------------------------------------------------------------------------------
+
+
+def evaluate(path: Path, algorithm: Any, env: Any, evaluated: Any, **options: Any) -> Any:
+    """Let a model learn twice with evaluations after every 20 steps; return it and the callback."""
+    model = algorithm(
+        "MlpPolicy", env, buffer_size=2000, learning_starts=10, seed=0, device="cpu",
+        replay_buffer_class=sb3.ReplayBuffer, replay_buffer_kwargs={"path": path, **options},
+        policy_kwargs={"net_arch": [8]},
+    )  # fmt: skip
+    callback = sb3.EvalCallback(
+        evaluated, n_eval_episodes=3, eval_freq=20, log_path=str(path.parent / "log"), verbose=0, warn=False
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model.learn(40, callback=callback)
+        model.learn(20, callback=callback, reset_num_timesteps=False)
+    return model, callback
+
+
+@pytest.mark.parametrize("n_envs", [1, 2])
+def test_evaluations_are_stored_apart(store_path: Path, n_envs: int) -> None:
+    env, evaluated = (
+        DummyVecEnv([lambda: gym.make("CartPole-v1", max_episode_steps=12)] * n) for n in (1, n_envs)
+    )
+    model, callback = evaluate(store_path, DQN, env, evaluated)
+    rb = model.replay_buffer.rb
+    found = rb.sql(
+        'SELECT "return", length FROM episodes WHERE split = $split AND status <> $cut ORDER BY episode_id',
+        {"split": "eval", "cut": "cut"},
+    ).fetchall()
+    results = zip(callback.evaluations_results, callback.evaluations_length, strict=True)
+    told = [one for returns, lengths in results for one in zip(returns, lengths, strict=True)]
+    assert len(told) == 9
+    if n_envs == 1:
+        assert found == told
+    else:  # the other lane ends episodes that are not evaluated any more
+        assert set(told) <= set(found)
+    assert rb.sql("SELECT sum(length)::INT FROM episodes WHERE split = 'train'").fetchall() == [(60,)]
+    drawn = {int(one) for _ in range(30) for one in rb.sample(64)["id"].tolist()}
+    query = (
+        "SELECT _id FROM transitions WHERE _episode IN (SELECT episode_id FROM episodes WHERE split = 'eval')"
+    )
+    apart = {one for (one,) in rb.sql(query).fetchall()}
+    assert len(apart) >= sum(length for _, length in told)
+    assert len(drawn) == 60
+    assert not drawn & apart
+    assert rb.sql(
+        "SELECT count(*) FROM transitions a JOIN transitions b ON b._episode = a._episode AND "
+        "b._step = a._step + 1 WHERE b.observation <> a.next.observation"
+    ).fetchall() == [(0,)]
+    assert rb.sql(  # an episode ends with its own observation, not with the first one of the next episode
+        "SELECT count(*) FROM transitions a JOIN transitions b "
+        "ON b._step = 0 AND b.observation = a.next.observation"
+    ).fetchall() == [(0,)]
+    model.replay_buffer.close()
+
+
+def test_evaluations_are_stored_in_the_units_of_the_model(store_path: Path) -> None:
+    """Actions scaled to [-1, 1], and observations before they are normalized."""
+    taken: list[float] = []
+
+    def make(note: Callable[[Any], Any]) -> VecNormalize:
+        env = gym.make("Pendulum-v1", max_episode_steps=10)
+        return VecNormalize(DummyVecEnv([lambda: gym.wrappers.TransformAction(env, note, env.action_space)]))
+
+    env = make(lambda action: action)
+    evaluated = make(lambda action: taken.append(float(action[0])) or action)
+    model, callback = evaluate(store_path, SAC, env, evaluated, flush_steps=4)
+    rb = model.replay_buffer.rb
+    rows = rb.sql(
+        "SELECT t.action, t.observation FROM transitions t JOIN episodes e ON e.episode_id = t._episode "
+        "WHERE e.split = 'eval' ORDER BY t._id"
+    ).fetchall()
+    assert len(rows) == 90
+    np.testing.assert_allclose([np.ravel(action)[0] for action, _ in rows], np.array(taken) / 2, atol=1e-6)
+    assert all(abs(np.hypot(*observation[:2]) - 1.0) < 1e-5 for _, observation in rows)  # cosine and sine
+    assert not isinstance(callback.eval_env.venv, sb3._RecordedEnv)
+    model.replay_buffer.close()
+
+
+def test_evaluations_of_other_models_are_refused(store_path: Path) -> None:
+    env = gym.make("CartPole-v1")
+    callback = sb3.EvalCallback(gym.make("CartPole-v1"), eval_freq=5, verbose=0, warn=False)
+    with pytest.raises(expstore.errors.StateError, match="has no replay buffer of expstore.sb3"):
+        DQN("MlpPolicy", env, buffer_size=100).learn(10, callback=callback)
+    model = DQN(
+        "MlpPolicy", env, buffer_size=100, replay_buffer_class=sb3.ReplayBuffer,
+        replay_buffer_kwargs={"path": store_path},
+    )  # fmt: skip
+    callback = sb3.EvalCallback(gym.make("MountainCar-v0"), eval_freq=5, verbose=0, warn=False)
+    with pytest.raises(expstore.errors.StateError, match="eval_env has observations"):
+        model.learn(10, callback=callback)
+    model.replay_buffer.close()
+    with pytest.raises(expstore.errors.ArgumentError, match="split"):
+        sb3.EvalCallback(env, split="a/b")
