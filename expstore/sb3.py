@@ -1166,6 +1166,7 @@ class EvalCallback(callbacks.EvalCallback):
             `eval_env`.
 
     Example:
+        >>> import gymnasium
         >>> from expstore.sb3 import EvalCallback
         >>> evaluation = EvalCallback(gymnasium.make("CartPole-v1"), eval_freq=1000, n_eval_episodes=3)
     """
