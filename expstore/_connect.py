@@ -108,7 +108,7 @@ def connect(
         sampler: How the rows of a batch are chosen: a dict with `kind` and parameters, a kind such as
             "prioritized" for its defaults, or the name of a sampler that the server keeps. Uniform by
             default. `kind` is "uniform", "prioritized", "slices", "prioritized_slices" or "recency".
-        where: SQL condition, without functions, of the rows to draw.
+        where: SQL condition of the rows to draw, with no function but `selection('name')`.
         seed: Seed of the draws: draw k of a seed is the same for all clients while the rows are the same.
             None: the store's own next draw, which is shared by all clients without a seed; for shards, a
             random seed.

@@ -307,7 +307,7 @@ class RemoteReplayBuffer(ServedBuffer[int]):
             name: 1 to 100 letters, digits or `. _ -`.
             sampler: A dict with `kind` and parameters, or a kind, with its default parameters; uniform by
                 default. Kinds that remember which rows were drawn are allowed, too.
-            where: SQL condition, without functions, of the rows to draw.
+            where: SQL condition of the rows to draw, with no function but `selection('name')`.
             batch_size: Rows per batch, of all ranks together; None: the buffer's. Kind "groups" has none.
             seed: Seed of the draws of a new consumer; None: the store's.
             at: Where to begin, as for `seek`.

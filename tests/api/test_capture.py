@@ -36,7 +36,7 @@ from tests.support.waits import ManualClock, wait_until
 #: Headers that belong to one connection, or to the time of the answer.
 _OTHERS = {"date", "transfer-encoding", "connection"}
 post = partial(httpx.post, timeout=60)
-_KEY = "sk-a-key-that-nobody-stores"
+_KEY = "sk-secret"
 
 
 def _chat(word: str, **more: Any) -> dict[str, Any]:

@@ -98,8 +98,8 @@ def test_conditions_that_may_be_said() -> None:
 
 @pytest.mark.guarantee(
     "access/where",
-    "A client's `where` is a small part of SQL without functions, and costs time and memory in proportion"
-    " to the rows.",
+    "A client's `where` is a small part of SQL with no function but `selection`, and costs time and memory "
+    "in proportion to the rows.",
 )
 def test_parts_that_conditions_may_not_have_are_named() -> None:
     for text, part in REFUSED.items():

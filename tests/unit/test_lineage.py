@@ -143,7 +143,7 @@ def test_facts_are_checked(tmp_path: Path) -> None:
 def test_steps_name_no_rows_that_were_lost() -> None:
     """A power cut loses rows 31 to 50, whose step `note` had closed; their ids are used again."""
     session = Step("collect", 1, session="a")
-    lineage = Lineage().begin(session, 0).note(2, 50, {"policy": "b"})
+    lineage = Lineage().begin(session, 0).add_facts(2, 50, {"policy": "b"})
     after = lineage.begin(Step("collect", 3, session="b"), 30)
     assert [(step.first, step.last, step.session) for step in after.steps] == [(1, 30, "a"), (31, None, "b")]
 

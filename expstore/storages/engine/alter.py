@@ -399,7 +399,7 @@ class StoreSettings(RowSettings):
         store = self._storage
         with store.lock:
             store.writer()
-            lineage = store.manifest.lineage.note(now_us(), store.last, facts, kind)
+            lineage = store.manifest.lineage.add_facts(now_us(), store.last, facts, kind)
             if lineage != store.manifest.lineage:
                 self._save_manifest(store.manifest.replace(lineage=lineage))
 

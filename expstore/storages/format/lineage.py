@@ -139,7 +139,7 @@ class Lineage:
             found += [step] if step.last else []
         return Lineage(tuple(found))
 
-    def note(self, time: int, last: int, facts: Mapping[str, Any], kind: str | None = None) -> Lineage:
+    def add_facts(self, time: int, last: int, facts: Mapping[str, Any], kind: str | None = None) -> Lineage:
         """Return the lineage with more facts about the rows that the open session writes from now on.
 
         Args:
