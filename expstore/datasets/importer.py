@@ -293,18 +293,19 @@ def _import_part(
 ) -> int:
     """Write the rows of a part that the store lacks; return the total number of rows done."""
     batch = _Batch(rb, source)
-    seen, is_open = 0, False
+    seen, is_open, split = 0, False, None
     facts: list[Mapping[str, Any]] = []
     for columns, episode in _read(reader, part):
         if not is_open:
-            facts.append({name: fact for name, fact in episode.facts.items() if name != GROUP})
+            split = episode.split or episode.facts.get(SPLIT)
+            facts.append({name: fact for name, fact in episode.facts.items() if name not in (GROUP, SPLIT)})
         count = len(episode)
         skip = min(count, max(0, stored - seen))
         if skip < count:
             if seen < stored or (seen == stored > 0 and is_open):
                 # The last stored row belongs to this episode.
                 rb.episodes.resume(source, check=False)
-            batch.use_split(episode.split or facts[-1].get(SPLIT))
+            batch.use_split(split)
             batch.add({key: values[skip:] for key, values in columns.items()}, count - skip)
             if episode.end == "cut":
                 batch.write()
