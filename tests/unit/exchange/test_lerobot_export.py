@@ -302,6 +302,7 @@ def test_a_killed_export_is_continued(tmp_path: Path) -> None:
 
 
 @pytest.mark.torture
+@pytest.mark.timeout(3600)
 def test_a_killed_export_is_continued_at_every_act(tmp_path: Path) -> None:
     check_kills(tmp_path, list(range(1, count_acts(tmp_path) + 1)))
 
