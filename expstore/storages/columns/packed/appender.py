@@ -90,7 +90,7 @@ class PackedAppender(Appender):
             for place, finder in self._finders.items():
                 partner = self._partners[place]
                 first, pair = run.first_id + offset - 1, (run.values[place][part], run.values[partner][part])
-                distances[place], distances[partner] = finder.find_parts(first, *pair)
+                distances[place], distances[partner] = finder.find(first, *pair)
             for place, column in self._columns:
                 column.append(run.first_id + offset, run.values[place][part], distances.get(place))
         return []
