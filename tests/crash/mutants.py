@@ -257,7 +257,7 @@ def break_reach() -> None:
         return found.with_slots(found.spare, 0 if found.capacity is None else found.lanes)
 
     Store.geometry_for = with_short_reach  # type: ignore[method-assign]
-    appender.NextRows = lambda width, reach, parts: dedup_finder.NextRows(width, 24, parts)  # type: ignore[assignment,misc]
+    appender.NextRows = lambda row_bytes, reach: dedup_finder.NextRows(row_bytes, 24)  # type: ignore[assignment,misc]
 
 
 def break_lenders() -> None:

@@ -20,7 +20,7 @@ from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import Field
 from expstore.storages.columns.column_set import ReadColumns
 from expstore.storages.columns.column_set_writer import WritableColumns
-from expstore.storages.columns.dedup_finder import NextRows
+from expstore.storages.columns.dedup_finder import NextRows, NextStacks
 from expstore.storages.columns.packed.column import PackedRows
 from expstore.storages.format.chunk_encoding import Packing, reach_for
 from expstore.storages.format.chunk_file import read_index
@@ -257,7 +257,7 @@ def test_images_are_found_where_they_are_stored(
     parts: int, reach: int, acts: list[tuple[int, str, int, int]]
 ) -> None:
     """A reference leads to the same bytes, near enough, and to no other one; also after repeated calls."""
-    frames, known = Frames(parts), NextRows(parts * WIDTH, reach, parts)
+    frames, known = Frames(parts), NextStacks(parts * WIDTH, reach, parts)
     images, stored = np.zeros((0, WIDTH), np.uint8), np.zeros(0, bool)
     for count, kind, lanes, again in acts:
         rows = frames.rows(kind, count, lanes)
@@ -451,18 +451,19 @@ def test_wide_rows_are_looked_for_among_few() -> None:
     assert {width: reach_for(Field(("a",), "uint8", (width,))) for width in wanted} == wanted
 
 
-def test_rows_that_come_once_more_are_not_referred_to() -> None:
+def test_stacks_that_come_once_more_are_not_referred_to() -> None:
     """A write of them failed: the columns may have either what was found first or what was found then."""
-    frames = np.arange(40, dtype=np.uint16).reshape(20, 2)
-    known = NextRows(4, 4)
+    frames = np.arange(80, dtype=np.uint16).reshape(20, 2, 2)
+    frames[:, 1] = np.roll(frames[:, 0], -1, 0)
+    known = NextStacks(8, 4, 2)
 
     def find(place: int, first: int, count: int) -> list[int]:
         rows = frames[first : first + count], frames[first + 1 : first + count + 1]
-        return known.find(place, *rows)[0][:, 0].tolist()
+        return known.find(place, *rows)[0][:, 1].tolist()
 
-    assert find(7, 0, 3) == [0, 1, 1]
-    assert find(10, 3, 3) == [1, 1, 1]
+    assert find(7, 0, 3) == [0, 2, 2]
+    assert find(10, 3, 3) == [2, 2, 2]
     assert find(10, 3, 3) == [0, 0, 0]
-    assert find(10, 3, 6) == [0, 0, 0, 0, 1, 1]
-    assert find(16, 9, 1) == [1]
-    assert find(20, 12, 2) == [0, 1]  # others were written in between
+    assert find(10, 3, 6) == [0, 0, 0, 0, 2, 2]
+    assert find(16, 9, 1) == [2]
+    assert find(20, 12, 2) == [0, 2]  # others were written in between
