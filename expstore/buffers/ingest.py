@@ -37,6 +37,7 @@ from expstore.schema.schema import OBJECT, Schema
 from expstore.storages.base import Storage, add_new_fields, prepare, warn_once
 from expstore.storages.batch import now_us
 from expstore.storages.capabilities import RowAppending
+from expstore.storages.format.records import LONGEST_COMPRESSED
 from expstore.storages.read_view import ReadView, keys_for, layout_of
 from expstore.storages.sessions import end_stream
 from expstore.transforms import Compose
@@ -84,7 +85,12 @@ class _RowIntake:
     def for_storage(cls, storage: Storage, schema: Schema) -> _RowIntake | None:
         """Return the fast path for a storage; None: it appends single rows no faster than batches."""
         appender = storage.row_appender(schema)
-        if appender is None or schema.row_bytes + ROW_BYTES > tuning.MEMTABLE_BATCH_BYTES:
+        flat = [one for place, one in enumerate(schema.fields) if place not in storage.unviewed_places]
+        if (
+            appender is None
+            or sum(entry.row_bytes for entry in flat) + ROW_BYTES > tuning.MEMTABLE_BATCH_BYTES
+            or schema.row_bytes + ROW_BYTES > LONGEST_COMPRESSED
+        ):
             return None  # long rows are written to the columns at once
         sizes = np.cumsum([entry.row_bytes for entry in schema.fields])
         columns = {

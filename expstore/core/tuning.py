@@ -26,8 +26,9 @@ INLINE_BATCH_BYTES = 1 << 20
 #: 128 rows not at all.
 MEMTABLE_BATCH_ROWS = 64
 MEMTABLE_BATCH_BYTES = 16 * 1024
-#: Number of rows in the memtable at which they are written to the columns.
+#: Rows, and bytes, in the memtable at which they are written to the columns.
 MEMTABLE_ROWS = 256
+MEMTABLE_BYTES = 4 << 20
 #: Bytes of values that a replace record contains at most; more are written to a separate file.
 REPLACE_RECORD_BYTES = 64 << 20
 #: Bytes of replaced rows that may wait in memory for a checkpoint; a writer that exceeds this waits for one.

@@ -181,12 +181,18 @@ def rows(first: int, count: int, layout: str = "flat") -> TensorDict:
         frame = NonTensorStack(*[f"frame {n}" * (n % 3) for n in number.tolist()])
     done = (number % 4 == 3)[:, None]
     data = {"number": number, "frame": frame, "next": {"reward": number[:, None].float(), "done": done}}
+    if layout == "stacks":  # so long that a single row is compressed in its record
+        both = (number[:, None] + torch.arange(5)).to(torch.uint8)[..., None, None].expand(count, 5, 50, 50)
+        data["frame"], data["next"]["frame"] = both[:, :4].contiguous(), both[:, 1:].contiguous()
     return TensorDict(data, [count])
 
 
 _LAYOUTS: dict[str, Any] = {
     "flat": "flat",
     "packed": expstore.Layout(fields={"frame": {"layout": "packed", "rows": 4}}),
+    "stacks": expstore.Layout(
+        fields={name: {"layout": "packed", "rows": 4} for name in ("frame", "next.frame")}
+    ),
     "arrow": "arrow",
 }
 
@@ -336,6 +342,16 @@ ACTS: dict[str, Act] = {
     "first extend": Act(make(40, count=0), lambda rb, _: rb.extend(rows(0, 9), source="arm")),
     "first extend of packed rows": Act(
         make(40, "packed", count=0), lambda rb, _: rb.extend(rows(0, 9), source="arm")
+    ),
+    "add a stack": Act(
+        make(40, "stacks"),
+        lambda rb, _: rb.add(rows(101, 1, "stacks")[0], source="arm"),
+        lambda rb, _: rb.add(rows(100, 1, "stacks")[0], source="arm"),
+    ),
+    "extend after stacks that are in memory": Act(
+        make(40, "stacks"),
+        lambda rb, _: rb.extend(rows(103, 5, "stacks"), source="arm"),
+        lambda rb, _: [rb.add(row, source="arm") for row in rows(100, 3, "stacks").unbind(0)],
     ),
     "change rows": Act(make(40), lambda rb, _: rb.__setitem__(torch.arange(3, 9), rows(200, 6))),
     "patch rows": Act(

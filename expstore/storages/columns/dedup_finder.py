@@ -1,12 +1,15 @@
 """Find rows and images that need not be stored, because an earlier next observation has the same bytes.
 
 Used where columns are written. Bytes are compared, so lanes, workers and batches may be interleaved in any
-way.
+way. Whole rows are compared many at a time, the images of stacks one by one.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import google_crc32c
 import numpy as np
@@ -16,130 +19,32 @@ from expstore.core.values import Array, IntArray
 
 #: Number of distances that are tried first: those that matched last.
 _RECENT = 4
+#: libc's memcmp, which keeps the GIL: a call takes a microsecond.
+_compare = ctypes.PyDLL(None).memcmp
+_compare.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
 Bytes = NDArray[np.uint8]
 
 
-class NextRows:
-    """The next observations of the last rows, and a search for equal rows among them.
+class NextValues(Protocol):
+    """The next observations of the last rows, and a search for equal ones among them.
 
     Used by one thread. It is only in memory: a new object knows no rows, and finds fewer matches.
-
-    Args:
-        row_bytes: Length of a row.
-        reach: Number of preceding rows that are searched.
-        parts: Number of images in a row, if rows may be stacks of images; otherwise 1.
-
-    Example:
-        >>> from expstore.storages.columns.dedup_finder import NextRows
-        >>> known = NextRows(4, 8)
-        >>> frames = np.arange(10, dtype=np.int32)
-        >>> known.find(100, frames[:3], frames[1:4])  # row 101 equals what comes next in row 100
-        array([0, 1, 1])
-        >>> known.find(103, frames[3:5], frames[4:6])
-        array([1, 1])
-        >>> known.find(205, frames[5:7], frames[6:8])  # other rows were written in between
-        array([0, 1])
     """
 
-    def __init__(self, row_bytes: int, reach: int, parts: int = 1) -> None:
-        self._reach, self._row_bytes, self._parts = reach, row_bytes, parts
-        # The unit of comparisons.
-        self._word: type[np.uint64 | np.uint8] = np.uint64 if row_bytes % (8 * parts) == 0 else np.uint8
-        self._rows: Bytes = np.empty((0, row_bytes), np.uint8)  # room for twice the reach
-        self._next = -1  # place of the next row
-        self._first = 0  # place of the first row in `_rows`
-        self._held = 0  # number of rows in `_rows`
-        self._recent: list[int] = []
-        self._places: dict[int, int] = {}  # place of the newest row with a checksum
-        self._summed = 0  # rows up to this place are in `_places`
-        #: For each row in `_rows`: how many rows before it the stacks are that it continues; nearest first.
-        self._chains: list[tuple[int, ...]] = []
-        self._lines: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}  # results of `_locate`
-        self._end = 0  # behind the last place of any call
-        self._sound = 0  # rows from this place on are stored as this object said
-        # Place and result of the last call of `find`, and the result of `find_parts`.
-        self._told = -1, np.empty(0, np.int64), np.empty((2, 0, parts), np.int64)
-
-    def find(self, place: int, rows: Array, next_rows: Array) -> IntArray:
-        """Return how many rows before each row a row has the same bytes as its next value; 0: none has.
+    def find(self, place: int, rows: Array, next_rows: Array) -> tuple[IntArray, IntArray]:
+        """Return where the images of rows and of their next values are stored, if each is stored once.
 
         Args:
             place: Place of the first row. If it does not follow the rows of the last call, those are
-                forgotten; rows of the last call may be passed again, followed by new ones.
+                forgotten.
             rows: C-contiguous. Shape `(n, *row shape)`.
             next_rows: The next value of each row. C-contiguous, same shape and dtype.
-        """
-        mine = rows.reshape(-1).view(np.uint8).reshape(-1, self._row_bytes)
-        theirs = next_rows.reshape(-1).view(np.uint8).reshape(-1, self._row_bytes)
-        found, stored = np.zeros(len(mine), np.int64), np.zeros((2, len(mine), self._parts), np.int64)
-        done = 0 if place == self._next else self._copy_told(place, mine, theirs, found, stored)
-        if not done and place != self._next:
-            self._begin(place)
-        for start in range(done, len(mine), self._reach):
-            part = slice(start, min(start + self._reach, len(mine)))
-            self._add(theirs[part])
-            self._find_some(mine[part], found[part])
-            if self._parts > 1:
-                self._find_stored(mine[part], theirs[part], found[part], stored[:, part])
-            self._next += part.stop - start
-        self._end = max(self._end, self._next)
-        self._told = place, found, stored
-        return found
-
-    def find_parts(self, place: int, rows: Array, next_rows: Array) -> tuple[IntArray, IntArray]:
-        """Return where the images of rows and of their next values are stored, if each is stored once.
-
-        An image that a next value shares with the stack before it is stored with the first stack that has it.
-
-        Args:
-            place: As in `find`.
-            rows: As in `find`.
-            next_rows: As in `find`.
 
         Returns:
             For each image of the rows and of their next values, how many images before it the same bytes are
-            stored with a next value, at most `reach` rows before; 0: it is stored with its row. Shapes
-            `(n, parts)`.
+            stored with a next value, at most as many rows before as are searched; 0: it is stored with its
+            row. Shapes `(n, images of a row)`.
         """
-        found = self.find(place, rows, next_rows)
-        mine, theirs = self._told[2]
-        return (found[:, None] if self._parts == 1 else mine), theirs
-
-    def _find_stored(self, rows: Bytes, next_rows: Bytes, found: IntArray, stored: IntArray) -> None:
-        """Fill in where the images of the last rows are stored; see `find_parts`."""
-        parts, width = self._parts, self._row_bytes // self._parts
-        mine, theirs = rows[:, width:].view(self._word), next_rows[:, :-width].view(self._word)
-        follows = (mine == theirs).all(1) & (found <= self._reach // parts)
-        lines = []
-        for place, distance, is_next in zip(
-            range(self._held - found.size, self._held), found.tolist(), follows.tolist(), strict=True
-        ):
-            distance = distance if self._first + place - distance >= self._sound else 0
-            before = self._chains[place - distance] if distance else ()
-            chain: tuple[int, ...] = ()
-            if distance and is_next:
-                chain = (distance, *(distance + further for further in before[: parts - 2]))
-            self._chains.append(chain)
-            lines.append((*self._locate(distance, before), *self._locate(0, chain)))
-        stored[:] = np.array(lines, np.int64).reshape(-1, 2, parts).swapaxes(0, 1)
-
-    def _locate(self, distance: int, chain: tuple[int, ...]) -> tuple[int, ...]:
-        """Return how many images before its own position each image of a row is stored; see `find_parts`.
-
-        Args:
-            distance: How many rows before it the stack with the same bytes is; 0: the row is a stack itself.
-            chain: How many rows before that stack those are that it continues, the nearest first.
-        """
-        known = self._lines.get((distance, chain))
-        if known is None:
-            parts, back = self._parts, (0, *chain)
-            steps = [min(parts - 1 - part, len(chain)) for part in range(parts)]
-            known = tuple((distance + back[step]) * parts - step if distance or step else 0 for step in steps)
-            known = tuple(number if number <= self._reach * parts else 0 for number in known)
-            if len(self._lines) > self._reach:
-                self._lines.clear()
-            self._lines[distance, chain] = known
-        return known
 
     def copy_next(self, places: IntArray) -> Bytes | None:
         """Copy the next values of rows; None: not all of them are in memory.
@@ -150,35 +55,66 @@ class NextRows:
         Returns:
             Shape `(n, row_bytes)`.
         """
+
+
+class NextRows(NextValues):
+    """`NextValues` of rows that are one image each. All next values are stored.
+
+    Args:
+        row_bytes: Length of a row.
+        reach: Number of preceding rows that are searched.
+
+    Example:
+        >>> from expstore.storages.columns.dedup_finder import NextRows
+        >>> known = NextRows(4, 8)
+        >>> frames = np.arange(10, dtype=np.int32)
+        >>> own, _ = known.find(100, frames[:3], frames[1:4])
+        >>> own.tolist()  # row 101 equals what comes next in row 100
+        [[0], [1], [1]]
+        >>> own, _ = known.find(205, frames[3:5], frames[4:6])  # other rows were written in between
+        >>> own.tolist()
+        [[0], [1]]
+    """
+
+    def __init__(self, row_bytes: int, reach: int) -> None:
+        self._reach, self._row_bytes = reach, row_bytes
+        # The unit of comparisons.
+        self._word: type[np.uint64 | np.uint8] = np.uint64 if row_bytes % 8 == 0 else np.uint8
+        self._rows: Bytes = np.empty((0, row_bytes), np.uint8)  # room for twice the reach
+        self._next = -1  # place of the next row
+        self._first = 0  # place of the first row in `_rows`
+        self._held = 0  # number of rows in `_rows`
+        self._recent: list[int] = []
+        self._places: dict[int, int] = {}  # place of the newest row with a checksum
+        self._summed = 0  # rows up to this place are in `_places`
+
+    def find(self, place: int, rows: Array, next_rows: Array) -> tuple[IntArray, IntArray]:
+        """Return where rows are stored; see `NextValues`."""
+        mine = rows.reshape(-1).view(np.uint8).reshape(-1, self._row_bytes)
+        theirs = next_rows.reshape(-1).view(np.uint8).reshape(-1, self._row_bytes)
+        found = np.zeros(len(mine), np.int64)
+        if place != self._next:
+            self._begin(place)
+        for start in range(0, len(mine), self._reach):
+            part = slice(start, min(start + self._reach, len(mine)))
+            self._add(theirs[part])
+            self._find_some(mine[part], found[part])
+            self._next += part.stop - start
+        return found[:, None], np.zeros((len(mine), 1), np.int64)
+
+    def copy_next(self, places: IntArray) -> Bytes | None:
+        """Copy the next values of rows; see `NextValues`."""
         at = places - self._first
         if at.min() < 0 or at.max() >= self._held:
             return None
         return self._rows[at]
 
-    def _copy_told(self, place: int, rows: Bytes, next_rows: Bytes, found: IntArray, stored: IntArray) -> int:
-        """Reuse the last result if the same rows are passed again; return how many rows it covers."""
-        first, before, parts = self._told
-        count = before.size
-        base = self._held - count
-        if place != first or place + count != self._next or count > len(rows) or base < 0:
-            return 0
-        at = np.flatnonzero(before)
-        theirs = base + at - before[at]
-        if (theirs < 0).any() or (rows[at] != self._rows[theirs]).any():
-            return 0
-        if (next_rows[:count] != self._rows[base : self._held]).any():
-            return 0
-        found[:count], stored[:, :count] = before, parts
-        return count
-
     def _begin(self, place: int) -> None:
         if not len(self._rows):
             self._rows = np.empty((2 * self._reach, self._row_bytes), np.uint8)
-        self._sound = self._end if place < self._end else place
         self._next = self._first = self._summed = place
         self._held = 0
         self._places.clear()
-        self._chains.clear()
 
     def _add(self, rows: Bytes) -> None:
         """Append rows to `_rows`, and drop the oldest ones if there is no room."""
@@ -186,7 +122,6 @@ class NextRows:
             gone = self._held - min(self._held, self._reach)
             to, length = self._rows.ctypes.data, self._row_bytes
             ctypes.memmove(to, to + gone * length, (self._held - gone) * length)
-            del self._chains[:gone]
             self._held, self._first = self._held - gone, self._first + gone
         self._rows[self._held : self._held + len(rows)] = rows
         self._held += len(rows)
@@ -232,3 +167,137 @@ class NextRows:
         other = self._places.get(google_crc32c.value(row), -1)
         near = max(self._first, place - self._reach) <= other < place
         return place - other if near and (self._rows[other - self._first] == row).all() else 0
+
+
+class _Image(NamedTuple):
+    """An image of a next observation.
+
+    Args:
+        number: Its number in the column that stores it: the row's place times the images of a row, plus its
+            position in the row.
+        data: Its bytes.
+    """
+
+    number: int
+    data: bytes
+
+
+class NextStacks(NextValues):
+    """`NextValues` of rows that are stacks of images.
+
+    An image that a next value shares with an earlier one is stored with the first of them. If rows are passed
+    again, because a write failed, nothing refers to them: it is unknown how they are stored.
+
+    Args:
+        row_bytes: Length of a row.
+        reach: Number of preceding rows that are searched.
+        parts: Number of images in a row.
+    """
+
+    def __init__(self, row_bytes: int, reach: int, parts: int) -> None:
+        self._parts, self._width, self._reach = parts, row_bytes // parts, reach
+        self._far = reach * parts  # how many images before an image it may be stored
+        self._nothing: list[_Image | None] = [None] * parts
+        self._rows: deque[list[_Image]] = deque(maxlen=reach)  # the next observations of the last rows
+        self._images: dict[int, _Image] = {}  # the newest one with a checksum
+        self._unlisted: deque[_Image] = deque()  # images that `_images` lacks, the oldest first
+        self._back = 1  # how many rows before it the row was found that was found last
+        self._next = -1  # place of the next row
+        self._end = 0  # behind the last place of any call
+        self._sound = 0  # rows from this place on are stored as this object said
+
+    def find(self, place: int, rows: Array, next_rows: Array) -> tuple[IntArray, IntArray]:
+        """Return where the images of rows and of their next values are stored; see `NextValues`."""
+        if place != self._next:
+            self._begin(place)
+        parts, width = self._parts, self._width
+        size, own, others = parts * width, list[int](), list[int]()
+        mine, theirs = (memoryview(one.reshape(-1).view(np.uint8).data) for one in (rows, next_rows))
+        at_mine, at_theirs = rows.ctypes.data, next_rows.ctypes.data
+        for at in range(0, len(mine), size):
+            number, before = self._next * parts, at - self._back * size
+            least = max(number + parts - 1 - self._far, self._sound * parts)
+            former = self._rows[-self._back] if len(self._rows) >= self._back else []
+            images: Sequence[_Image | None] = former
+            # Most rows are those that came next in a row of this call: two comparisons are enough for them.
+            is_next = before >= 0 and min(former).number >= least
+            if not is_next or _compare(at_mine + at, at_theirs + before, size):
+                is_next = False
+                images = self._match(mine[at : at + size], number, former or self._nothing)
+            own += [number + part - image.number if image else 0 for part, image in enumerate(images)]
+            if images[-1]:
+                self._back = self._next - images[-1].number // parts
+            shifted = [*images[1:], None]
+            if is_next and not _compare(at_theirs + at, at_mine + at + width, size - width):
+                images = shifted
+            else:
+                images = self._match(theirs[at : at + size], number, shifted)
+            added = self._add(theirs[at : at + size], number, images)
+            others += [number + part - image.number for part, image in enumerate(added)]
+        self._end = max(self._end, self._next)
+        return np.array(own, np.int64).reshape(-1, parts), np.array(others, np.int64).reshape(-1, parts)
+
+    def _match(self, row: memoryview, number: int, likely: Sequence[_Image | None]) -> list[_Image | None]:
+        """Return the images with the bytes of a row's images; None where none is near enough.
+
+        Args:
+            row: The bytes of the row.
+            number: The number of its first image.
+            likely: The images that are compared first.
+        """
+        found, sound = list[_Image | None](), self._sound * self._parts
+        for part, image in enumerate(likely):
+            data = row[part * self._width : (part + 1) * self._width].tobytes()
+            least = max(number + part - self._far, sound)
+            if image is None or image.number < least or image.data != data:
+                image = self._look_up(data, number)
+                if image is not None and (image.number < least or image.data != data):
+                    image = None
+            found.append(image)
+        return found
+
+    def _look_up(self, data: bytes, number: int) -> _Image | None:
+        """Return the newest image with the checksum of some bytes, which belong to an image with a number."""
+        while self._unlisted:
+            image = self._unlisted.popleft()
+            self._images[google_crc32c.value(image.data)] = image
+        if len(self._images) > 2 * self._far:
+            near = self._images.items()
+            self._images = {crc: image for crc, image in near if number - image.number <= self._far}
+        return self._images.get(google_crc32c.value(data))
+
+    def _add(self, row: memoryview, number: int, images: Sequence[_Image | None]) -> list[_Image]:
+        """Append a next observation; return its images.
+
+        Args:
+            row: Its bytes.
+            number: The number of its first image.
+            images: Its images; None for those that are stored with it.
+        """
+        added = list[_Image]()
+        for part, image in enumerate(images):
+            if image is None:
+                data = row[part * self._width : (part + 1) * self._width].tobytes()
+                image = _Image(number + part, data)
+                self._unlisted.append(image)
+                if number - self._unlisted[0].number > self._far:
+                    self._unlisted.popleft()
+            added.append(image)
+        self._rows.append(added)
+        self._next += 1
+        return added
+
+    def copy_next(self, places: IntArray) -> Bytes | None:
+        """Copy the next values of rows; see `NextValues`."""
+        at = places - (self._next - len(self._rows))
+        if at.min() < 0 or at.max() >= len(self._rows):
+            return None
+        images = [image.data for row in at.tolist() for image in self._rows[row]]
+        return np.frombuffer(b"".join(images), np.uint8).reshape(len(at), -1)
+
+    def _begin(self, place: int) -> None:
+        self._sound = self._end if place < self._end else place
+        self._next = place
+        self._rows.clear()
+        self._images.clear()
+        self._unlisted.clear()

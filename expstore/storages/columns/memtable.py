@@ -269,6 +269,7 @@ class Memtable(Generic[_Pin]):
         self._lock = order.rank_lock("tail", threading.RLock())
         self._priorities = priorities
         self._batches: list[tuple[int, bytes]] = []
+        self._bytes = 0
 
     def add(self, first_id: int, count: int, payload: bytes) -> None:
         """Add recent rows, which follow the existing ones.
@@ -281,6 +282,7 @@ class Memtable(Generic[_Pin]):
         with self._lock:
             first, known = self.span
             self._batches.append((count, payload))
+            self._bytes += len(payload)
             self.span = (first if known else first_id, known + count)
 
     @property
@@ -291,7 +293,7 @@ class Memtable(Generic[_Pin]):
     @property
     def full(self) -> bool:
         """Whether it should be drained."""
-        return self.count >= tuning.MEMTABLE_ROWS
+        return self.count >= tuning.MEMTABLE_ROWS or self._bytes >= tuning.MEMTABLE_BYTES
 
     def holds(self, columns: ColumnSet, slots: IntArray) -> bool:
         """Return whether one of these slots belongs to a recent row. Rows added meanwhile have newer ids."""
@@ -334,7 +336,7 @@ class Memtable(Generic[_Pin]):
                 priorities = np.concatenate([self._priorities.run(slot, n) for slot, _, n in pieces])
                 columns.write_parts(pieces, self._parts(columns), priorities)
                 note(first_id + count - 1)
-                self._batches, self.span = [], (0, 0)
+                self._batches, self._bytes, self.span = [], 0, (0, 0)
 
     def read_rows(self, columns: ColumnSet, slots: IntArray, places: Sequence[int]) -> list[Any]:
         """Copy rows out of columns, and newer rows from memory; see `Overlay.read_rows`."""

@@ -20,7 +20,7 @@ from expstore.schema.schema import Schema
 from expstore.storages.batch import now_us
 from expstore.storages.description import Description
 from expstore.storages.engine.open_store import OpenStore
-from expstore.storages.format.records import RowRecord
+from expstore.storages.format.records import LONGEST_COMPRESSED, RowRecord
 
 if TYPE_CHECKING:
     from expstore.storages.engine.store import Store, Write
@@ -48,7 +48,9 @@ class RowAppender:
     ) -> None:
         self._append = append
         self._store, self._schema, self._rows = store, schema, rows
-        self._record = RowRecord(sum(entry.row_bytes for entry in schema.fields), rows)
+        size = schema.row_bytes + ROW_BYTES
+        compress = rows == 1 and tuning.MEMTABLE_BATCH_BYTES < size <= LONGEST_COMPRESSED
+        self._record = RowRecord(sum(entry.row_bytes for entry in schema.fields), rows, compress=compress)
         #: The rows, field by field in the schema's order. Shape `(bytes,)`, uint8.
         self.fields: Array = np.frombuffer(self._record.fields, np.uint8)
         # The state and the description for which `_adopt` set the attributes after them; the store may have
@@ -155,7 +157,7 @@ class RowAppender:
 
     def append_record(self, state: OpenStore) -> int:
         """Append the commit record; return its LSN."""
-        return self._record.append_to(state.journal, len(self._segments))
+        return self._record.append_to(state.journal)
 
     def commit(self, state: OpenStore, position: tuple[int, int]) -> None:
         """Make the rows readable."""

@@ -129,11 +129,12 @@ class Packing:
         crc: int = google_crc32c.value(table.tobytes())
         data = crc.to_bytes(4, "little") + table.tobytes()
         own = table.T == 0
-        if not own.any():
+        held = own.sum(1).tolist()
+        if not any(held):
             return data
         if self.parts > 1:
-            return data + self._pack_parts(rows, own)
-        if not own.all():
+            return data + self._pack_parts(rows, own, held)
+        if held[0] < self.rows:
             rows = rows.copy()
             rows[~own[0]] = 0
         return data + self._pack_frame(rows, former)
@@ -149,23 +150,24 @@ class Packing:
             raise CorruptionError("the table of a packed chunk is damaged: its checksum does not match")
         return np.frombuffer(table, "<u2").astype(np.int64)
 
-    def _pack_parts(self, rows: Array, own: Array) -> bytes:
+    def _pack_parts(self, rows: Array, own: Array, held: list[int]) -> bytes:
         """Return the frame of the parts that are stored here, and its crc32c.
 
         Args:
             rows: As in `pack`.
             own: Whether each part is stored here. Shape `(parts, rows)`, bool.
+            held: How many of the first, second, ... parts are stored here.
         """
         stored: list[Array | None] = [None] * self.parts
-        for number, mine in enumerate(own):
-            if mine.any():
-                part = (
-                    rows.reshape(self.rows, -1).view(np.uint8).reshape(self.rows, self.parts, -1)[:, number]
-                )
-                part = np.ascontiguousarray(part) if mine.all() else np.where(mine[:, None], part, 0)
+        images = rows.reshape(self.rows, -1).view(np.uint8).reshape(self.rows, self.parts, -1)
+        for number, count in enumerate(held):
+            if count:
+                part = images[:, number].copy()
+                if count < self.rows:
+                    part[~own[number]] = 0
                 stored[number] = part.reshape(-1)
         # lz4hc takes ten times as long, and saves less than the references do.
-        means = CODECS["lz4"] if 2 * own.sum() <= own.size else self.means
+        means = CODECS["lz4"] if 2 * sum(held) <= own.size else self.means
         return _add_crc(means.pack_parts(stored, rows.nbytes // self.parts))
 
     def _pack_frame(self, rows: Array, former: int) -> bytes:

@@ -60,18 +60,10 @@ class Codec:
 
     @cached_property
     def _numcodec(self) -> Any:
-        import numcodecs
+        """The codec of numcodecs; of blosc the module with its functions."""
+        import numcodecs.blosc
 
-        if self.is_blosc:
-            return self._blosc(0)
-        return numcodecs.get_codec({"id": self.name, **self.options})
-
-    def _blosc(self, block: int) -> Any:
-        import numcodecs
-
-        shuffle = {"noshuffle": numcodecs.Blosc.NOSHUFFLE, "shuffle": numcodecs.Blosc.SHUFFLE}
-        given = self.options
-        return numcodecs.Blosc(given["cname"], given["clevel"], shuffle[given["shuffle"]], block)
+        return numcodecs.blosc if self.is_blosc else numcodecs.get_codec({"id": self.name, **self.options})
 
     def pack(self, data: Array, *, block: int = 0) -> bytes:
         """Return the frame of some bytes.
@@ -82,9 +74,11 @@ class Codec:
         """
         if not self.is_blosc:
             return bytes(self._numcodec.encode(data))
-        size = self.options["typesize"]  # blosc takes it from the dtype
-        data = data.view(f"u{size}") if data.size % size == 0 else data
-        return bytes((self._blosc(block) if block else self._numcodec).encode(data))
+        blosc, given, size = self._numcodec, self.options, self.options["typesize"]
+        data = data.view(f"u{size}") if data.size % size == 0 else data  # blosc takes the size from the dtype
+        shuffle = blosc.SHUFFLE if given["shuffle"] == "shuffle" else blosc.NOSHUFFLE
+        frame: bytes = blosc.compress(data, given["cname"].encode(), given["clevel"], shuffle, block)
+        return frame
 
     def pack_parts(self, parts: Sequence[Array | None], length: int) -> bytes:
         """Return the frame of parts, each of which is a block; parts of zeros share one block.
@@ -126,7 +120,7 @@ class Codec:
             if len(frame) < _BLOSC_HEADER or int.from_bytes(frame[4:8], "little") != size:
                 raise CorruptionError(f"a packed chunk does not hold {size} bytes")
             out = np.empty(size, np.uint8)
-            self._numcodec.decode(frame, out)
+            self._numcodec.decompress(frame, out)
             return out
         try:
             found: Array = np.frombuffer(self._numcodec.decode(frame), np.uint8)

@@ -25,6 +25,7 @@ from expstore.episodes.table import SEGMENT_BYTES, SEGMENT_FORMAT, Segment, pack
 from expstore.errors import CorruptionError
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import Schema
+from expstore.storages.format.codecs import CODECS
 from expstore.storages.format.journal import ALIGN, HEADER, Journal, Kind
 from expstore.storages.format.paths import REDO
 
@@ -42,7 +43,9 @@ _HEAD_BYTES = HEADER.size + _PUBLISH.size
 #: priority.
 _SHELVED, _SHELVED_BYTES = b"file", 20
 _REPLACED = struct.Struct("<If")
-_DROPPED = 1 << 31
+_DROPPED, _COMPRESSED = 1 << 31, 1 << 30
+#: The longest payload that is compressed, bytes.
+LONGEST_COMPRESSED = 1 << 18
 _MARK = struct.Struct("<QQQQQfI4Q")
 _SET_BACK, _LIMITED, _ANNOTATED = 1, 2, 4
 #: The largest number that STATE can hold.
@@ -134,7 +137,7 @@ class Publish:
             end + info > len(body)
             or not count
             or draw > _MOST
-            or skipped & ~_DROPPED > count
+            or skipped & ~(_DROPPED | _COMPRESSED) > count
             or not 0 < first <= MOST_IDS
         ):
             raise CorruptionError(f"a commit record of {count} rows from id {first} is damaged")
@@ -150,18 +153,30 @@ class Publish:
         return cls(
             first_id=first,
             count=count,
-            skipped=skipped & ~_DROPPED,
+            skipped=skipped & ~(_DROPPED | _COMPRESSED),
             draw=draw,
             time=time,
             checksum=crc,
             priority=priority,
             segments=runs,
             sources=[NewSource(*one) for one in json.loads(body[middle:end])] if names else [],
-            payload=body[end + info :],
+            payload=_decompress(body[end + info :]) if skipped & _COMPRESSED else body[end + info :],
             info=body[end : end + info].decode(),
             column_set=column_set,
             key=None if name == NO_KEY else WriteKey(name, digest, bool(skipped & _DROPPED)),
         )
+
+
+def _decompress(payload: bytes) -> bytes:
+    """Return the bytes of a compressed payload, a blosc frame.
+
+    Raises:
+        CorruptionError: It is no such frame.
+    """
+    size, length = (int.from_bytes(payload[at : at + 4], "little") for at in (4, 12))
+    if size > LONGEST_COMPRESSED or length != len(payload):
+        raise CorruptionError(f"the {len(payload)} bytes of rows in a commit record cannot be decompressed")
+    return CODECS["lz4"].unpack(payload, size).tobytes()
 
 
 class RowRecord:
@@ -172,12 +187,16 @@ class RowRecord:
     Args:
         row_bytes: Size of the fields of a row, bytes.
         rows: How many rows a record has.
+        compress: Whether the payload is compressed. It has at most `LONGEST_COMPRESSED` bytes then.
     """
 
-    __slots__ = ("_data", "_frames", "_numbers", "_payload", "_rows", "fields", "largest_size")
+    __slots__ = (
+        "_compress", "_data", "_frames", "_numbers", "_payload", "_rows", "_written", "fields", "largest_size"
+    )  # fmt: skip
 
-    def __init__(self, row_bytes: int, rows: int = 1) -> None:
-        self._rows = rows
+    def __init__(self, row_bytes: int, rows: int = 1, *, compress: bool = False) -> None:
+        self._rows, self._compress = rows, compress
+        self._written: tuple[Array, int]  # the memory of the record that was filled last, and its body's size
         size, start = rows * (row_bytes + _NUMBERS.size), _HEAD_BYTES + SEGMENT_BYTES * rows
         self._data = memoryview(bytearray(start + size + ALIGN))
         self._payload = self._data[start : start + size]
@@ -225,12 +244,20 @@ class RowRecord:
                 stop = one.start + one.rows
                 episodes[one.start : stop] = one.episode
                 steps[one.start : stop] = range(one.step, one.step + one.rows)
-        data = payload.tobytes()
-        frame, _ = self._frames[len(segments)]
+        data, flags = payload.tobytes(), 0
+        frame, body = self._frames[len(segments)]
+        if self._compress:
+            small = CODECS["lz4"].pack(np.frombuffer(data, np.uint8))
+            if len(small) + ALIGN <= len(data):
+                flags, body = _COMPRESSED, body - len(data) + len(small)
+                end = -(-(HEADER.size + body) // ALIGN) * ALIGN
+                payload[: len(small) + ALIGN] = small + bytes(ALIGN)
+                frame = frame[:end]
+        self._written = frame, body
         _FIRST.pack_into(
             frame.data, HEADER.size,
             first_id, draw, time,
-            rows, 0, len(segments), 0, google_crc32c.value(data), column_set,
+            rows, flags, len(segments), 0, google_crc32c.value(data), column_set,
             priority, NO_KEY, NO_KEY, 0,
             *first,
         )  # fmt: skip
@@ -240,9 +267,9 @@ class RowRecord:
             frame[start : start + len(more)] = np.frombuffer(more, np.uint8)
         return data
 
-    def append_to(self, journal: Journal, segments: int) -> int:
-        """Append the record, which has this number of segments, to a journal; return its sequence number."""
-        return journal.append_framed(Kind.PUBLISH, *self._frames[segments])
+    def append_to(self, journal: Journal) -> int:
+        """Append the record to a journal; return its sequence number."""
+        return journal.append_framed(Kind.PUBLISH, *self._written)
 
 
 @dataclass(frozen=True, slots=True)

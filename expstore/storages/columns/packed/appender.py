@@ -17,7 +17,7 @@ from expstore.disk.files import File
 from expstore.errors import SchemaError
 from expstore.schema.schema import Field
 from expstore.storages.columns.column import Appender, Run
-from expstore.storages.columns.dedup_finder import NextRows
+from expstore.storages.columns.dedup_finder import NextRows, NextStacks, NextValues
 from expstore.storages.columns.packed.capture import PackedCapture
 from expstore.storages.columns.packed.column import Filling
 from expstore.storages.columns.packed.pairs import PackedPair
@@ -44,7 +44,7 @@ class PackedAppender(Appender):
         self._partners = {pair.place: pair.partner for pair in pairs}
         #: In the order of writing: columns in which others store rows come first.
         self._columns = sorted(columns.items(), key=lambda item: item[0] in self._partners)
-        self._finders: dict[int, NextRows] = {}
+        self._finders: dict[int, NextValues] = {}
         self._unnamed: list[tuple[PackedColumn, list[Filling]]] = []  # shards of the running checkpoint
         each = max((column.packing.rows for column in columns.values()), default=0)
         for column in columns.values():
@@ -55,7 +55,8 @@ class PackedAppender(Appender):
             near = reach_for(entry) if reach is None else min(reach - each, reach_for(entry))
             if near > 0:
                 parts = columns[place].packing.parts
-                self._finders[place] = NextRows(entry.row_bytes, near, parts)
+                told = entry.row_bytes, near
+                self._finders[place] = NextStacks(*told, parts) if parts > 1 else NextRows(*told)
 
     def change_error(self, fields: Sequence[Field]) -> SchemaError:
         """Return the error that packed rows cannot be changed."""
@@ -90,7 +91,7 @@ class PackedAppender(Appender):
             for place, finder in self._finders.items():
                 partner = self._partners[place]
                 first, pair = run.first_id + offset - 1, (run.values[place][part], run.values[partner][part])
-                distances[place], distances[partner] = finder.find_parts(first, *pair)
+                distances[place], distances[partner] = finder.find(first, *pair)
             for place, column in self._columns:
                 column.append(run.first_id + offset, run.values[place][part], distances.get(place))
         return []

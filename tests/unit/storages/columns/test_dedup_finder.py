@@ -20,7 +20,7 @@ from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import Field
 from expstore.storages.columns.column_set import ReadColumns
 from expstore.storages.columns.column_set_writer import WritableColumns
-from expstore.storages.columns.dedup_finder import NextRows
+from expstore.storages.columns.dedup_finder import NextRows, NextStacks
 from expstore.storages.columns.packed.column import PackedRows
 from expstore.storages.format.chunk_encoding import Packing, reach_for
 from expstore.storages.format.chunk_file import read_index
@@ -257,18 +257,18 @@ def test_images_are_found_where_they_are_stored(
     parts: int, reach: int, acts: list[tuple[int, str, int, int]]
 ) -> None:
     """A reference leads to the same bytes, near enough, and to no other one; also after repeated calls."""
-    frames, known = Frames(parts), NextRows(parts * WIDTH, reach, parts)
+    frames, known = Frames(parts), NextStacks(parts * WIDTH, reach, parts)
     images, stored = np.zeros((0, WIDTH), np.uint8), np.zeros(0, bool)
     for count, kind, lanes, again in acts:
         rows = frames.rows(kind, count, lanes)
         place = len(stored) // parts
-        found = known.find_parts(place, *rows)
+        found = known.find(place, *rows)
         if (
             again < 2
         ):  # the write failed, and is repeated in other parts: columns may have what was found first
             count = count if again else max(1, count // 2)
             rows = rows[0][:count].copy(), rows[1][:count].copy()
-            first, found = found, known.find_parts(place, *rows)
+            first, found = found, known.find(place, *rows)
             if any((one[:count] != other).any() for one, other in zip(first, found, strict=True)):
                 assert not np.any(found), "what is stored is unknown, and nothing may refer to it"
                 found[1][:] = -1
@@ -433,7 +433,7 @@ def test_found_duplicates_are_duplicates(
             place, told = place + 50, {}
         rows, following = random.integers(0, letters, (2, count, width), np.uint8)
         told.update(zip(range(place, place + count), following, strict=True))
-        for row, distance in enumerate(known.find(place, rows, following).tolist()):
+        for row, distance in enumerate(known.find(place, rows, following)[0][:, 0].tolist()):
             at = place + row
             if distance:
                 assert 1 <= distance <= reach
@@ -451,15 +451,19 @@ def test_wide_rows_are_looked_for_among_few() -> None:
     assert {width: reach_for(Field(("a",), "uint8", (width,))) for width in wanted} == wanted
 
 
-def test_the_same_rows_come_once_more_after_a_failure() -> None:
-    """Their distances are the same then: the chunk is as it was, and the file has room for no other."""
-    frames = np.arange(40, dtype=np.uint16).reshape(20, 2)
-    known = NextRows(4, 4)
-    first = known.find(7, frames[:3], frames[1:4])
-    found = known.find(10, frames[3:6], frames[4:7])
-    np.testing.assert_array_equal(first, [0, 1, 1])
-    np.testing.assert_array_equal(known.find(10, frames[3:6], frames[4:7]), found)
-    np.testing.assert_array_equal(known.find(10, frames[3:9], frames[4:10]), [1] * 6)
-    np.testing.assert_array_equal(known.find(16, frames[9:10], frames[10:11]), [1])
-    others = known.find(16, frames[12:14], frames[13:15])  # not the same: nothing is known before them
-    np.testing.assert_array_equal(others, [0, 1])
+def test_stacks_that_come_once_more_are_not_referred_to() -> None:
+    """A write of them failed: the columns may have either what was found first or what was found then."""
+    frames = np.arange(80, dtype=np.uint16).reshape(20, 2, 2)
+    frames[:, 1] = np.roll(frames[:, 0], -1, 0)
+    known = NextStacks(8, 4, 2)
+
+    def find(place: int, first: int, count: int) -> list[int]:
+        rows = frames[first : first + count], frames[first + 1 : first + count + 1]
+        return known.find(place, *rows)[0][:, 1].tolist()
+
+    assert find(7, 0, 3) == [0, 2, 2]
+    assert find(10, 3, 3) == [2, 2, 2]
+    assert find(10, 3, 3) == [0, 0, 0]
+    assert find(10, 3, 6) == [0, 0, 0, 0, 2, 2]
+    assert find(16, 9, 1) == [2]
+    assert find(20, 12, 2) == [0, 2]  # others were written in between

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import numpy as np
 import pytest
 import torch
@@ -18,6 +19,7 @@ from expstore.core import tuning
 from expstore.core.idempotency import NO_KEY
 from expstore.episodes import fragments
 from expstore.episodes.table import Segment
+from expstore.errors import CorruptionError
 from expstore.maintenance.verify import verify
 from expstore.storages.engine.row_appender import RowAppender
 from expstore.storages.format.journal import HEADER, Journal, Kind, read_journal
@@ -61,8 +63,30 @@ def test_a_record_of_several_rows_is_what_publish_packs() -> None:
         check_record(record, Publish(11, 3, 0, 9, 10, 0, 2.5, chosen, [], payload, column_set=4))
 
 
+def test_the_payload_of_a_long_row_is_compressed() -> None:
+    record, segments = RowRecord(30_000, compress=True), [Segment(7, 0, 3, 1, 0, 1, 1, 0.25, 1, 0)]
+    sizes = []
+    for row in (bytes(30_000), np.random.default_rng(0).bytes(30_000), b"a" * 30_000):
+        record.fields[:] = row
+        payload = record.fill(column_set=4, draw=9, time=10, priority=2.5, first_id=11, segments=segments)
+        assert payload == row + np.array([11, 7, 3, 10]).tobytes()
+        frame, size = record._written
+        body = bytes(frame[HEADER.size : HEADER.size + size])
+        assert not any(frame[HEADER.size + size :])
+        wanted = Publish(
+            11, 1, 0, 9, 10, google_crc32c.value(payload), 2.5, segments, [], payload, column_set=4
+        )
+        assert Publish.unpack(body) == wanted
+        sizes.append(size)
+        if size < 1000:
+            for damaged in (body[:-1], body + b"x"):
+                with pytest.raises(CorruptionError, match="decompressed"):
+                    Publish.unpack(damaged)
+    assert max(sizes[0], sizes[2]) < 1000 < sizes[1] == len(wanted.pack())
+
+
 def check_record(record: RowRecord, wanted: Publish) -> None:
-    frame, size = record._frames[len(wanted.segments)]
+    frame, size = record._written
     body = bytes(frame[HEADER.size : HEADER.size + size])
     assert not any(frame[HEADER.size + size :])
     assert Publish.unpack(body).checksum != 0
