@@ -139,9 +139,8 @@ class RowUpdates:
             PriorityError: A value is negative, NaN or infinite; none was set.
         """
         storage = self._store.storage
-        with storage.lock:
-            ids = numbers if by_id else ids_to_weigh(storage, numbers)
-            count = storage.writer().set_priorities(ids, values)
+        ids = numbers if by_id else ids_to_weigh(storage, numbers)
+        count = storage.writer().set_priorities(ids, values)
         self._sampling.sampler.on_priority_update(storage, ids, values)
         return count
 

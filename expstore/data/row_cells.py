@@ -107,8 +107,8 @@ def compile_put(parts: Sequence[Part]) -> Callable[..., bool]:
 def compile_put_tensordict(columns: Mapping[Key, Array]) -> Callable[[int, Any], bool]:
     """Return a function `put(row, data)` that copies the values of a TensorDict without batch dims.
 
-    It returns whether it did: otherwise `data` is no such TensorDict, a value is not a tensor in host
-    memory in the dtype and shape of its column, or names differ. Some cells of the row may be overwritten then.
+    It returns whether it did: otherwise `data` is no such TensorDict, a value is not a tensor in host memory
+    in the dtype and shape of its column, or names differ. Some cells of the row may be overwritten then.
 
     Args:
         columns: Where values go, by field; none is bfloat16. C-contiguous, shapes `(n, *row shape)`.
