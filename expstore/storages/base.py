@@ -261,6 +261,8 @@ class Storage(ReadView):
     def set_priorities(self, ids: IntArray, values: Array) -> int:
         """Set priorities; skip rows that are no longer in the store. Returns how many were set.
 
+        It does not wait for a batch that another thread appends.
+
         Args:
             ids: Row ids; if an id occurs twice, its last value is used. Shape `(n,)`.
             values: Finite and not negative. Shape `(n,)`.
