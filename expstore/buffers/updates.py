@@ -77,8 +77,8 @@ class RowUpdates:
     """Change fields and priorities of stored rows.
 
     On disk each call is durable when it returns; after a crash before that, all of it is applied or nothing.
-    Threads: a change waits for the writer; priorities do not. Processes: only the writing process may change rows; it deletes
-    them all, and sets priorities, for workers of a shared buffer, too.
+    Threads: a change waits for the writer; priorities do not. Processes: only the writing process may change
+    rows; it deletes them all, and sets priorities, for workers of a shared buffer, too.
 
     Args:
         store: The store.

@@ -82,7 +82,7 @@ class Priorities:
         self.were_set: bool = False if former is None else former.were_set
         #: Held while values and the largest one change; a few microseconds, unlike the storage's lock. A row
         #: in a reused slot never gets a priority of the row before it: its first one is set under this lock.
-        self.changing = threading.Lock() if former is None else former.changing
+        self.changing: threading.Lock = threading.Lock() if former is None else former.changing
         self._largest_id: int = 0 if former is None else former._largest_id  # a row that has it; 0: unknown
         self._watchers: weakref.WeakSet[PriorityWatcher] = (
             weakref.WeakSet() if former is None else former._watchers
