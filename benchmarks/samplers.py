@@ -1,4 +1,4 @@
-"""Prioritized sampling compared with TorchRL and cpprb, and opening a store with a million priorities.
+"""Prioritized sampling compared with TorchRL and cpprb, alone and beside a writer, and opening a large store.
 
 Run as `python -m benchmarks.samplers`; exits 1 below a bar. All sides sample a batch from 1M rows (on disk,
 except cpprb's) and set its priorities, through their public buffers with the same alpha and beta,
@@ -13,8 +13,12 @@ import importlib.util
 import itertools
 import logging
 import os
+import statistics
 import sys
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,7 @@ import expstore
 from benchmarks.probes import run_probe
 from benchmarks.report import Bar, Result, Setup, at_least, compare, run_program, slowest
 from benchmarks.timing import Case, alternate, each_threads
-from benchmarks.vs_torchrl import FULL, SMOKE
+from benchmarks.vs_torchrl import FULL, SMOKE, Effort
 from benchmarks.workloads import Stream, Workload
 
 BATCH, ALPHA, BETA = 256, 0.6, 0.4
@@ -30,6 +34,8 @@ BATCH, ALPHA, BETA = 256, 0.6, 0.4
 BARS = {
     "prioritized/sample+update": at_least(3),
     "prioritized/reopen": Bar(0.5, " s"),
+    "beside/paced": at_least(0.9, " of its pace alone"),
+    "beside/busy": at_least(1.3, " of the paces alone"),
 }
 
 
@@ -126,6 +132,59 @@ def set_priorities(rb: Any, rows: int) -> Callable[[Any], object]:
     return lambda priorities: rb.update_priority(next(indices), priorities)
 
 
+def measure_paces(acts: Sequence[tuple[Callable[[], object], float]], seconds: float) -> list[float]:
+    """Call functions at the same time, each in a thread of its own; return the calls per second of each.
+
+    Args:
+        acts: The functions, and the seconds from one call of it to the next; 0: without a pause.
+        seconds: How long they are called.
+    """
+    counts, started = [0] * len(acts), time.perf_counter()
+
+    def run(number: int) -> None:
+        act, every = acts[number]
+        while (passed := time.perf_counter() - started) < seconds or not counts[number]:
+            if (left := counts[number] * every - passed) > 0:
+                time.sleep(left)
+            act()
+            counts[number] += 1
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(acts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [count / seconds for count in counts]
+
+
+def call_next(act: Callable[[Any], object], items: Iterator[Any]) -> object:
+    return act(next(items))
+
+
+def measure_beside(sides: dict[str, Any], values: Sequence[Any], effort: Effort) -> Iterator[Result]:
+    """Learn beside a thread that extends: 16 rows 125 times a second, then 1000 rows without a pause."""
+    seconds = effort.warm_seconds / 4 or 0.02
+    for name, size, every in (
+        ("beside/paced", 16, 16 / 2000),
+        ("beside/busy", effort.locomotion.extend_rows, 0.0),
+    ):
+        texts, shares = [], []
+        for rb in [rb for side, rb in sides.items() if side != "cpprb"]:  # which two threads must not use
+            stream = Stream(effort.locomotion, size, pool=effort.pool)
+            learns = partial(call_next, learn(rb), itertools.cycle(values)), 0.0
+            writes = partial(call_next, rb.extend, stream), every
+            rounds = []
+            for _ in range(effort.rounds):
+                sides["expstore"].flush()
+                alone = [measure_paces([one], seconds)[0] for one in (learns, writes)]
+                beside = measure_paces([learns, writes], seconds)
+                rounds.append([after / max(before, 1.0) for after, before in zip(beside, alone, strict=True)])
+            shares.append([statistics.median(share) for share in zip(*rounds, strict=True)])
+            texts.append("learner {:.2f}, writer {:.2f} of its pace alone".format(*shares[-1]))
+        value = shares[0][0] if every else sum(shares[0])
+        yield Result(name, value, *texts, note=f"{size} rows a call", data={"shares": shares})
+
+
 def measure(setup: Setup) -> Iterator[Result]:
     import torch
 
@@ -162,6 +221,7 @@ def measure(setup: Setup) -> Iterator[Result]:
             for other, theirs in zip([*sides][1:], others, strict=True):
                 peer = "" if other == "torchrl" else f"/{other}"
                 yield compare(f"prioritized/{name}{peer}{suffix}", ours, theirs, other=other)
+    yield from measure_beside(sides, values, effort)
     sides["expstore"].close()
     path = str(setup.folder / "store.exp")
     answers = [

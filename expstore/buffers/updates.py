@@ -77,8 +77,8 @@ class RowUpdates:
     """Change fields and priorities of stored rows.
 
     On disk each call is durable when it returns; after a crash before that, all of it is applied or nothing.
-    Threads: a change waits for the writer. Processes: only the writing process may change rows; it deletes
-    them all, and sets priorities, for workers of a shared buffer, too.
+    Threads: a change waits for the writer; priorities do not. Processes: only the writing process may change
+    rows; it deletes them all, and sets priorities, for workers of a shared buffer, too.
 
     Args:
         store: The store.
@@ -139,9 +139,8 @@ class RowUpdates:
             PriorityError: A value is negative, NaN or infinite; none was set.
         """
         storage = self._store.storage
-        with storage.lock:
-            ids = numbers if by_id else ids_to_weigh(storage, numbers)
-            count = storage.writer().set_priorities(ids, values)
+        ids = numbers if by_id else ids_to_weigh(storage, numbers)
+        count = storage.writer().set_priorities(ids, values)
         self._sampling.sampler.on_priority_update(storage, ids, values)
         return count
 

@@ -31,6 +31,7 @@ LOCK_ORDER = (
     "episodes",
     "tail",
     "priorities",
+    "values",  # priorities of rows are set, or rows get their first ones
     "draw",
     "journal",
 )

@@ -5,6 +5,7 @@ Used by recorders and by `add`. It accepts only values that need no conversion.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeAlias
@@ -15,6 +16,10 @@ from tensordict import TensorDict
 
 from expstore.core.values import Array, Key
 
+#: `ctypes.memmove` without releasing the GIL.
+_copy_bytes = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
+)
 #: Python types that fields of a kind store without conversion; integers may be too large.
 _OWN_TYPES: dict[str, tuple[type, ...]] = {"b": (bool,), "i": (int,), "u": (int,)}
 
@@ -102,11 +107,11 @@ def compile_put(parts: Sequence[Part]) -> Callable[..., bool]:
 def compile_put_tensordict(columns: Mapping[Key, Array]) -> Callable[[int, Any], bool]:
     """Return a function `put(row, data)` that copies the values of a TensorDict without batch dims.
 
-    It returns whether it did: otherwise `data` is no such TensorDict, a value is not a tensor that NumPy can
-    view in the dtype and shape of its column, or names differ. Some cells of the row may be overwritten then.
+    It returns whether it did: otherwise `data` is no such TensorDict, a value is not a tensor in host memory
+    in the dtype and shape of its column, or names differ. Some cells of the row may be overwritten then.
 
     Args:
-        columns: Where values go, by field; none is bfloat16. Shapes `(n, *row shape)`.
+        columns: Where values go, by field; none is bfloat16. C-contiguous, shapes `(n, *row shape)`.
 
     Example:
         >>> from expstore.data.row_cells import compile_put_tensordict
@@ -117,10 +122,10 @@ def compile_put_tensordict(columns: Mapping[Key, Array]) -> Callable[[int, Any],
         >>> rows.tolist()
         [[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]
     """
-    scope: dict[str, Any] = {"TensorDict": TensorDict}
+    scope: dict[str, Any] = {"TensorDict": TensorDict, "copy": _copy_bytes}
     lines = ["if data._batch_size: return False"]
     _add_group("data", nest(columns), lines, scope, _open_tensordict, _add_tensor)
-    # numpy() raises a RuntimeError for tensors that need gradients, a TypeError for those on other devices.
+    # Tensors without memory raise a RuntimeError.
     errors = "KeyError, AttributeError, TypeError, ValueError, RuntimeError"
     return _compile_function(["data"], lines, scope, errors=errors)
 
@@ -212,18 +217,23 @@ def _add_value(value: str, part: Cells, lines: list[str], scope: dict[str, Any])
 
 
 def _add_tensor(value: str, column: Array, lines: list[str], scope: dict[str, Any]) -> None:
-    """Append the lines of code that copy a tensor."""
-    rows: Any = column
-    dtype: Any = column.dtype
-    copied = value
+    """Append the lines of code that copy a tensor.
+
+    They never release the GIL, unlike `item()`, `copy_()` and the end of what `numpy()` returns: beside
+    another thread, each release may take 5 ms.
+    """
+    shape, dtype = column.shape[1:], torch.from_numpy(np.empty(0, column.dtype)).dtype
+    scope |= {f"rows_{value}": column, f"dtype_{value}": dtype, f"shape_{value}": shape}
+    lines.append(f"if {value}.dtype is not dtype_{value} or {value}.shape != shape_{value}: return False")
     if column[0].size == 1 and column.dtype.kind in "biu":
-        # item() takes a fifth of the time of numpy(). Of floats it might change the bits of a NaN.
-        rows = Cells.of(column.reshape(-1), takes_numbers=True).view()
-        dtype, copied = torch.from_numpy(np.empty(0, column.dtype)).dtype, f"{value}.item()"
-    else:
-        lines.append(f"{value} = {value}.numpy()")
-    scope |= {f"rows_{value}": rows, f"dtype_{value}": dtype, f"shape_{value}": column.shape[1:]}
+        # Faster than a copy of memory. Of floats it might change the bits of a NaN.
+        scope[f"rows_{value}"] = Cells.of(column.reshape(-1), takes_numbers=True).view()
+        lines.append(f"rows_{value}[row] = {value}.tolist(){'[0]' * len(shape)}")
+        return
+    size = column.nbytes // len(column)
     lines += [
-        f"if {value}.dtype is not dtype_{value} or {value}.shape != shape_{value}: return False",
-        f"rows_{value}[row] = {copied}",
+        f"if {value}.requires_grad or not {value}.is_cpu or {value}.is_neg() or {value}.is_conj():",
+        "    return False",
+        f"if not {value}.is_contiguous(): {value} = {value}.contiguous()",
+        f"copy({column.ctypes.data} + {size} * row, {value}.data_ptr(), {size})",
     ]

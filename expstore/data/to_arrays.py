@@ -25,7 +25,8 @@ def to_array(values: Any) -> Array:
     """Return values as an array, also those of a tensor on another device; bfloat16 becomes float32."""
     if not isinstance(values, torch.Tensor):
         return np.asarray(values)
-    tensor = values.detach().cpu()
+    # Both calls release the GIL, even where they do nothing.
+    tensor = values if values.is_cpu and not values.requires_grad else values.detach().cpu()
     array: Array = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
     return array
 

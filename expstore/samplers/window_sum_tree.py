@@ -131,12 +131,13 @@ class WindowTree:
             tree.fill(weights)
         else:
             tree.grow(size)
-            gone = ring.slot_of(np.arange(readable.low + 1, window.low + 1))
-            tree.set(gone, np.zeros(gone.size))
-            new = ring.slot_of(np.arange(readable.last + 1, window.last + 1))
+            gone = np.arange(readable.low + 1, window.low + 1)
+            places = ring.slot_of(np.concatenate([gone, np.arange(readable.last + 1, window.last + 1)]))
             if changed and moved is not None:
-                new = np.concatenate([new, moved[window.holds(ring.ids_in(moved, window.last))]])
-            tree.set(new, self._weigh(storage, window, new, weigh, filter))
+                places = np.concatenate([places, moved[window.holds(ring.ids_in(moved, window.last))]])
+            weights = np.zeros(places.size)
+            weights[gone.size :] = self._weigh(storage, window, places[gone.size :], weigh, filter)
+            tree.set(places, weights)  # evicted rows first: new ones may have their places
         self.tree, self.deleted, self.window = tree, deleted, window
         return tree
 

@@ -240,7 +240,8 @@ class Storage(ReadView):
             last = priority_place(schema)
             places = [last, *range(len(schema.fields)), last - 1]
             self._change(ids, places, [priorities, *columns, times], replaces=True)
-            self.priorities.raise_largest(ids, priorities)
+            with self.priorities.changing:
+                self.priorities.raise_largest(ids, priorities)
             self.counters.extends += 1
             self.priorities.tell(self, self.geometry.slot_of(ids))
 
@@ -260,6 +261,8 @@ class Storage(ReadView):
     def set_priorities(self, ids: IntArray, values: Array) -> int:
         """Set priorities; skip rows that are no longer in the store. Returns how many were set.
 
+        It does not wait for a batch that another thread appends.
+
         Args:
             ids: Row ids; if an id occurs twice, its last value is used. Shape `(n,)`.
             values: Finite and not negative. Shape `(n,)`.
@@ -268,17 +271,20 @@ class Storage(ReadView):
             PriorityError: A value is negative, NaN or infinite; no priority was set.
         """
         values = check_priorities(values)
-        with self.lock:
-            self.writer()
-            here = self.window.holds(ids)
-            if not here.all():
-                ids, values = ids[here], values[here]
-            slots = self.geometry.slot_of(ids)
-            if slots.size:
-                self.priorities.set(ids, slots, values)
-                self._note_unsaved()
-                self.priorities.tell(self, slots)
-            return int(slots.size)
+        while True:
+            state = self.writer()._state
+            with state.priorities.changing:
+                here = self.window.holds(ids)  # a slot is reused after its row has left the window
+                known, given = (ids, values) if here.all() else (ids[here], values[here])
+                slots = self.geometry.slot_of(known)
+                if slots.size:
+                    state.priorities.set(known, slots, given)
+            if state is self._state:  # otherwise the journal was read again, perhaps without these values
+                break
+        if slots.size:
+            self._note_unsaved()
+            state.priorities.tell(self, slots)
+        return int(slots.size)
 
     def clear(self) -> None:
         """Delete all rows; ids continue at the next multiple of the capacity, plus 1."""

@@ -179,7 +179,7 @@ class MemoryStorage(PortableStorage):
         if self._state.annotations is not None:
             self._state.annotations.last = rows.last_id
         runs = self.geometry.runs(rows.first_id + skipped, rows.count - skipped)
-        self.priorities.start(runs, self.geometry.slots)
+        self.priorities.start(runs, self.geometry.slots, self.priorities.largest)
         self._commit(rows)
 
     def _put(self, rows: Rows, skipped: int) -> None:

@@ -106,8 +106,8 @@ class RowState:
 
     Invariants: `stored.last` <= `horizon`; `retired` <= `stored.low`.
 
-    Threads: a thread that changes it holds the storage's lock; `stored` and episodes change together under
-    the lock of the episodes.
+    Threads: a thread that changes it, except the priorities, holds the storage's lock; `stored` and episodes
+    change together under the lock of the episodes.
 
     Args:
         stored: The ids that can be read.

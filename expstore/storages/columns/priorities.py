@@ -56,8 +56,8 @@ class PriorityWatcher(Protocol):
 class Priorities:
     """The priority of every slot, and the largest priority, which new rows get.
 
-    Threads: a caller that sets values holds the storage's lock; any number read. Crashes: nothing survives
-    the process; `StoredPriorities` tells what must be written to a column.
+    Threads: any number set and read; rows are added under the storage's lock. Crashes: nothing survives the
+    process; `StoredPriorities` tells what must be written to a column.
 
     Args:
         former: The priorities of the storage before it was opened again; its watchers are taken over.
@@ -65,7 +65,7 @@ class Priorities:
     Example:
         >>> from expstore.storages.columns.priorities import Priorities
         >>> priorities = Priorities()
-        >>> priorities.start([(0, 0, 3)], slots=None)
+        >>> priorities.start([(0, 0, 3)], None, priorities.largest)
         >>> priorities.values[:3].tolist(), priorities.largest
         ([1.0, 1.0, 1.0], 1.0)
     """
@@ -80,6 +80,9 @@ class Priorities:
         self.within: bool = False if former is None else former.within
         #: Whether a priority was ever set; otherwise all are equal.
         self.were_set: bool = False if former is None else former.were_set
+        #: Held while values and the largest one change; a few microseconds, unlike the storage's lock. A row
+        #: in a reused slot never gets a priority of the row before it: its first one is set under this lock.
+        self.changing: threading.Lock = threading.Lock() if former is None else former.changing
         self._largest_id: int = 0 if former is None else former._largest_id  # a row that has it; 0: unknown
         self._watchers: weakref.WeakSet[PriorityWatcher] = (
             weakref.WeakSet() if former is None else former._watchers
@@ -136,22 +139,23 @@ class Priorities:
         self.values = values
         self.note_largest(largest)
 
-    def start(self, runs: list[tuple[int, int, int]], slots: int | None) -> None:
-        """Give new rows the largest priority.
+    def start(self, runs: list[tuple[int, int, int]], slots: int | None, priority: float) -> None:
+        """Give new rows their first priority.
 
         Args:
             runs: Slots of the rows: (first slot, offset, number of rows).
             slots: Number of slots of a ring; None: the array grows with the rows.
+            priority: The priority.
         """
         for slot, _, n in runs:
-            values, base = self.block
-            if slot + n > base + values.size:
+            if slot + n > self.block[1] + self.block[0].size:
                 self._grow(slot, slot + n, slots)
+            with self.changing:
                 values, base = self.block
-            values[slot - base : slot - base + n] = self.largest
+                values[slot - base : slot - base + n] = priority
 
     def set(self, ids: IntArray, slots: IntArray, values: Array) -> None:
-        """Set the priorities of readable rows. Shapes `(n,)`, not empty."""
+        """Set the priorities of readable rows; the caller holds `changing`. Shapes `(n,)`, not empty."""
         self.put(slots, values)
         self.were_set = True
         self.raise_largest(ids, values)
@@ -175,14 +179,15 @@ class Priorities:
 
     def lower_largest(self, low: int, window: Window, ring: RingGeometry) -> None:
         """Find the largest priority again if the row that had it has an id of at most `low`."""
-        if self._largest_id > low or window.size == 0:
-            return
-        ids = window.ids()
-        ids = ids[ids > low]
-        held, places = self.locate(ring.slot_of(ids))
-        values = held[places]
-        at = ids.size - 1 - int(np.argmax(values[::-1]))  # the newest such row, which is evicted last
-        self.largest, self._largest_id = float(values[at]), int(ids[at])
+        with self.changing:
+            if self._largest_id > low or window.size == 0:
+                return
+            ids = window.ids()
+            ids = ids[ids > low]
+            held, places = self.locate(ring.slot_of(ids))
+            values = held[places]
+            at = ids.size - 1 - int(np.argmax(values[::-1]))  # the newest such row, which is evicted last
+            self.largest, self._largest_id = float(values[at]), int(ids[at])
 
     def note_changed(self, slots: IntArray) -> None:
         """Record that a column on disk lacks the values of these slots. Shape `(n,)`."""
@@ -190,7 +195,12 @@ class Priorities:
     def _grow(self, slot: int, stop: int, slots: int | None) -> None:
         """Make room for new rows in the slots from `slot` to `stop` - 1; `slots` as for `start`."""
         grown = np.ones(max(4096, 2 * stop) if slots is None else slots, np.float32)
-        grown[: self.values.size] = self.values
+        with self.changing:
+            grown[: self.values.size] = self.values
+            self._replace(grown)
+
+    def _replace(self, grown: Array) -> None:
+        """Use a longer array; `changing` is held."""
         self.values = grown
 
 
@@ -221,6 +231,8 @@ class StoredPriorities(Priorities):
         super().__init__(former)
         known = former.lock if isinstance(former, StoredPriorities) else None
         self.lock: threading.RLock = known or order.rank_lock("priorities", threading.RLock())
+        if known is None:
+            self.changing = order.rank_lock("values", self.changing)
         self._dirty = np.zeros(0, bool)  # by page of the values in memory
         self._window: int | None = None
         self._column: FlatColumn | None = None
@@ -313,9 +325,13 @@ class StoredPriorities(Priorities):
             self.trim(slot, stop)
             return
         super()._grow(slot, stop, slots)
-        more = -(-self.values.size // PAGE_ROWS) - self._dirty.size
+
+    def _replace(self, grown: Array) -> None:
+        """Use a longer array, none of whose new pages is dirty."""
+        more = -(-grown.size // PAGE_ROWS) - self._dirty.size
         if more > 0:
             self._dirty = np.append(self._dirty, np.zeros(more, bool))
+        super()._replace(grown)
 
     def trim(self, last: int, stop: int) -> None:
         """Keep only the values that the window needs, and make room; the column gets the others.
@@ -339,8 +355,9 @@ class StoredPriorities(Priorities):
             self._owed |= self._write_pages(column, np.flatnonzero(self._dirty[:gone]))
             room = round_up(stop - base + max(4096, window // 2), PAGE_ROWS)
             grown, dirty = np.ones(room, np.float32), np.zeros(room >> _PAGE_BITS, bool)
-            kept = values[base - former :][:room]
-            grown[: kept.size] = kept
-            pages = self._dirty[gone:][: dirty.size]
-            dirty[: pages.size] = pages
-            self.block, self._dirty = (grown, base), dirty
+            with self.changing:
+                kept = values[base - former :][:room]
+                grown[: kept.size] = kept
+                pages = self._dirty[gone:][: dirty.size]
+                dirty[: pages.size] = pages
+                self.block, self._dirty = (grown, base), dirty

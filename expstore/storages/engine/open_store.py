@@ -102,14 +102,16 @@ class OpenStore(RowState):
 
     # -- appending ---------------------------------------------------------------------------------
 
-    def keep(self, columns: WritableColumns, rows: Rows, geometry: RingGeometry) -> Payload:
+    def keep(self, columns: WritableColumns, rows: Rows, geometry: RingGeometry, priority: float) -> Payload:
         """Add a few rows to the memtable, which has room; their commit record will contain their bytes."""
         inline = b"".join(payload_parts(columns, rows.columns, rows.assignment.numbers))
-        self.priorities.start(geometry.runs(rows.first_id, rows.count), geometry.slots)
+        self.priorities.start(geometry.runs(rows.first_id, rows.count), geometry.slots, priority)
         self.memtable.add(rows.first_id, rows.count, inline)
         return Payload(google_crc32c.value(inline), inline, in_columns=False)
 
-    def put(self, columns: WritableColumns, rows: Rows, skipped: int, geometry: RingGeometry) -> Payload:
+    def put(
+        self, columns: WritableColumns, rows: Rows, skipped: int, geometry: RingGeometry, priority: float
+    ) -> Payload:
         """Write the rows of a batch to the columns; the memtable is empty.
 
         Args:
@@ -117,6 +119,7 @@ class OpenStore(RowState):
             rows: The batch.
             skipped: How many of its first rows get no slot.
             geometry: How ids and slots correspond.
+            priority: The first priority of the rows, as in their commit record.
 
         Returns:
             The checksum of the bytes, for the commit record.
@@ -131,9 +134,9 @@ class OpenStore(RowState):
             numbers = np.ascontiguousarray(numbers[:, skipped:])
         runs = geometry.runs(rows.first_id + skipped, count - skipped)
         with priorities.lock:  # a page of older priorities must not be written after these
-            priorities.start(runs, geometry.slots)
-            largest = np.full(count - skipped, priorities.largest, np.float32)
-            return Payload(columns.write(runs, arrays, numbers, largest))
+            priorities.start(runs, geometry.slots, priority)
+            first = np.full(count - skipped, priority, np.float32)
+            return Payload(columns.write(runs, arrays, numbers, first))
 
     # -- changing ----------------------------------------------------------------------------------
 

@@ -62,7 +62,7 @@ class RowAppender:
         # The rows of the current call.
         #: The id of the last row.
         self.last_id = 0
-        self._time, self._payload = 0, b""
+        self._time, self._priority, self._payload = 0, 0.0, b""
         self._segments: Sequence[Segment] = ()
 
     @staticmethod
@@ -130,11 +130,12 @@ class RowAppender:
             if 2 * unsynced > spare:
                 store.background.hurry()
             self.last_id, self._segments, self._time = last_id, segments, now_us()
+            self._priority = state.priorities.largest
             self._payload = self._record.fill(
                 column_set=self._column_set,
                 draw=state.draws.number,
                 time=self._time,
-                priority=state.priorities.largest,
+                priority=self._priority,
                 first_id=first_id,
                 segments=segments,
             )
@@ -151,7 +152,7 @@ class RowAppender:
         state.horizon = self.last_id
         if memtable.full:
             self._store.drain()
-        state.priorities.start(cut_run(first_id, rows, slots), slots)
+        state.priorities.start(cut_run(first_id, rows, slots), slots, self._priority)
         memtable.add(first_id, rows, self._payload)
         return False
 

@@ -955,9 +955,10 @@ class _BatchWrite:
         rows: The batch.
     """
 
-    __slots__ = ("_payload", "_rows", "_skipped", "_store", "last_id")
+    __slots__ = ("_payload", "_priority", "_rows", "_skipped", "_store", "last_id")
 
     _payload: Payload
+    _priority: float
     _skipped: int
 
     def __init__(self, store: Store, rows: Rows) -> None:
@@ -970,6 +971,7 @@ class _BatchWrite:
         # `require_columns` raises the error if there are none.
         ring, columns = store.geometry, state.columns or state.require_columns()
         skipped = self._skipped = store._reserve(rows)
+        self._priority = state.priorities.largest  # may rise until the record is written
         if columns.annotations is not None:
             columns.annotations.last = rows.last_id
         # The memtable finds rows by their slots, so it cannot hold a batch that needs one slot twice.
@@ -981,9 +983,9 @@ class _BatchWrite:
         if state.memtable.span[1] and (not keeps or state.memtable.full):
             store.drain()
         if keeps:
-            self._payload = state.keep(columns, rows, ring)
+            self._payload = state.keep(columns, rows, ring, self._priority)
             return False
-        self._payload = state.put(columns, rows, skipped, ring)
+        self._payload = state.put(columns, rows, skipped, ring, self._priority)
         if store.checkpoints.durable:
             inline = columns.bytes_of(rows.columns, rows.count) <= tuning.INLINE_BATCH_BYTES
             if inline and not skipped and rows.count <= ring.spare:
@@ -1007,7 +1009,7 @@ class _BatchWrite:
             draw=state.draws.number,
             time=rows.time,
             checksum=payload.crc,
-            priority=state.priorities.largest,
+            priority=self._priority,
             segments=rows.assignment.segments,
             sources=rows.assignment.sources,
             payload=payload.inline,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -457,3 +458,59 @@ def test_anchors_of_several_dims_are_found_by_as_many_numbers() -> None:
     for anchor in set(anchors.tolist()):
         wanted = batch["td_error"][valid & (anchors == anchor)].max()
         assert rb.storage.priorities.values[anchor] == wanted
+
+
+# ---------------------------------------------------------------------------------------------------
+# Priorities, set while other threads write.
+
+
+class _Reached:
+    """A lock; the first time, a function runs before it is taken."""
+
+    def __init__(self, lock: Any, act: Callable[[], object]) -> None:
+        self.lock, self.acts = lock, [act]
+
+    def __enter__(self) -> None:
+        if self.acts:
+            self.acts.pop()()
+        self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+
+def test_rows_that_take_a_slot_meanwhile_keep_their_first_priority(make: Make) -> None:
+    rb = make(4, sampler=PrioritizedSampler())
+    rb.extend(rows(0, 1, 2, 3))
+    priorities = rb.storage.priorities
+    around = rows(*range(rb.storage.geometry.slots or 0))  # the newest four take the slots of the first
+    priorities.changing = _Reached(priorities.changing, lambda: rb.extend(around))  # type: ignore[assignment]
+    assert rb.update_priority(torch.arange(4), torch.full((4,), 0.5)) == 0
+    assert priorities.values_at(rb.storage.geometry.slot_of(rb.storage.window.ids())).tolist() == [1.0] * 4
+    assert len(rb.sample(64)) == 64
+
+
+def test_priorities_are_set_while_another_thread_writes(make: Make) -> None:
+    rb = make(4, sampler=PrioritizedSampler())
+    rb.extend(rows(0, 1, 2, 3))
+    writes, ends, counts = threading.Event(), threading.Event(), []
+
+    def write() -> None:
+        with rb.storage.lock:
+            writes.set()
+            ends.wait()
+
+    def learn() -> None:
+        counts.append(rb.update_priority([0, 1], torch.tensor([0.0, 9.0])))
+
+    threads = [threading.Thread(target=act, daemon=True) for act in (write, learn)]
+    threads[0].start()
+    writes.wait()
+    threads[1].start()
+    threads[1].join(60)
+    before = list(counts)
+    ends.set()
+    for thread in threads:
+        thread.join()
+    assert before == [2]
+    assert rb.storage.priorities.values_at(np.arange(2)).tolist() == [0.0, 9.0]

@@ -38,9 +38,9 @@ def stored(size: int) -> StoredPriorities:
 
 def test_new_rows_start_at_the_largest() -> None:
     priorities = Priorities()
-    priorities.start([(0, 0, 3)], None)
+    priorities.start([(0, 0, 3)], None, priorities.largest)
     priorities.set(np.array([2]), np.array([1]), np.array([5.0], np.float32))
-    priorities.start([(3, 0, 2)], None)
+    priorities.start([(3, 0, 2)], None, priorities.largest)
     assert priorities.values[:5].tolist() == [1.0, 5.0, 1.0, 5.0, 5.0]
     assert priorities.were_set
     assert priorities.largest == 5.0
@@ -50,7 +50,7 @@ def test_new_rows_start_at_the_largest() -> None:
 def test_the_largest_leaves_with_its_row_where_readable_rows_count(within: bool, largest: float) -> None:
     priorities, ring = Priorities(), RingGeometry(4, spare=4)
     priorities.within = within
-    priorities.start([(0, 0, 4)], ring.slots)
+    priorities.start([(0, 0, 4)], ring.slots, priorities.largest)
     priorities.set(np.array([1, 3]), np.array([0, 2]), np.array([5.0, 2.0], np.float32))
     if within:
         priorities.lower_largest(1, Window(0, 4), ring)
@@ -99,7 +99,7 @@ def test_pages_that_were_not_written_stay_dirty() -> None:
 
 def test_an_array_that_grows_has_its_pages() -> None:
     priorities, column = StoredPriorities(LockOrder()), Column(4 * PAGE_ROWS)
-    priorities.start([(0, 0, 2 * PAGE_ROWS + 1)], None)
+    priorities.start([(0, 0, 2 * PAGE_ROWS + 1)], None, priorities.largest)
     slot = np.array([2 * PAGE_ROWS])
     priorities.set(slot + 1, slot, np.array([4.0], np.float32))
     priorities.write(column)  # type: ignore[arg-type]
