@@ -36,10 +36,10 @@ class RecentAnswers:
 
     Args:
         clock: Returns seconds of a monotonic clock.
-        seconds: An answer is kept for at most this long.
+        seconds: An answer is kept for at most this long; None: 5 seconds.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, seconds: float = _SECONDS) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, seconds: float | None = None) -> None:
         self._clock, self._seconds = clock, seconds
         self._lock = threading.Lock()
         self._answers: OrderedDict[Hashable, _Answer] = OrderedDict()
@@ -61,5 +61,7 @@ class RecentAnswers:
             if began >= answer.until:
                 answer.value = compute()
                 now = self._clock()
-                answer.until = now + min(self._seconds, _TIMES * (now - began))
+                answer.until = now + min(
+                    _SECONDS if self._seconds is None else self._seconds, _TIMES * (now - began)
+                )
             return answer.value

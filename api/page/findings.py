@@ -91,8 +91,8 @@ class OddEpisodes(BaseModel):
     model_config = ConfigDict(json_schema_extra={"examples": [{
         "compared": 500, "odd": 1, "episodes": [{
             "episode_id": 31, "source": "arm-1", "score": 6.73, "reason": "action[1] does not change in "
-            "73% of the steps; usually in 0%", "by": "episode", "measure": "still", "field": "action", "component": 1,
-            "step": 12, "value": 0.77, "usual": 0.0, "copy_of": None,
+            "73% of the steps; usually in 0%", "by": "episode", "measure": "still", "field": "action",
+            "component": 1, "step": 12, "value": 0.77, "usual": 0.0, "copy_of": None,
         }],
     }]})  # fmt: skip
 

@@ -57,6 +57,8 @@ _USUAL = 6
 _FEW_OTHERS = 4
 #: A return that rises by this many standard errors has improved.
 _RISE = 3.0
+#: A value that does not change in this share of the steps stands still.
+_STANDS = 0.5
 #: Most measures that are named.
 _REASONS = 4
 #: Medians are computed of this many values.
@@ -140,17 +142,22 @@ def describe(change: Change) -> str:
     }.get(by, f"{by} {value}")
     if value is None and by != "all":
         who = f"episodes without {name or by}"
-    first = ("return", "status", "still")
     told: dict[str, str] = {}
-    for shift in sorted(
-        change.shifts, key=lambda one: first.index(one.measure.name) if one.measure.name in first else 3
-    ):
+    for shift in sorted(change.shifts, key=_place):
         kind, field, component = shift.measure
         own = kind if kind in ("return", "length", "status", "copy") else field or kind
-        if own not in told and not (kind == "status" and shift.after < shift.before):
+        is_seen = f"{shift.before:.3g}" != f"{shift.after:.3g}"
+        if own not in told and is_seen and not (kind == "status" and shift.after < shift.before):
             single = change.widths.get((kind, field), 1) == 1
             told[own] = _describe(shift, field + ("" if single else f"[{component}]"), len(change.members))
     return f"{who}: " + ", ".join(list(told.values())[:_REASONS])
+
+
+def _place(shift: Shift) -> int:
+    """Return which measures are named first: the return, ends, and values that stand still."""
+    if shift.measure.name == "still" and shift.after < _STANDS:
+        return 3
+    return {"return": 0, "status": 1, "still": 2}.get(shift.measure.name, 3)
 
 
 def _describe(shift: Shift, name: str, count: int) -> str:
@@ -187,12 +194,14 @@ class _Peak(NamedTuple):
         members: The members of the group that were searched. Shape `(n,)`.
         begin: The first of them after the moment.
         end: The first one that is as before again; `n` if there is none.
+        near: Number of episodes before the moment, and after it, that show the change.
     """
 
     score: float
     members: IntArray
     begin: int
     end: int
+    near: int
 
 
 def find_changes(
@@ -220,16 +229,14 @@ class _Part:
         group: What they have in common.
         level: Clipped values of all episodes, without the levels of the groups. Shape `(episodes, measures)`.
         noise: Standard deviations of the group. Shape `(measures,)`.
-        sums: Sums of `level`, of all episodes; None: the group is compared with its own past only.
-        usual: Standard deviations within groups.
+        usual: Standard deviations within groups; None: the group is compared with its own past only.
         rises: Whether the return must rise, or must not; None: no matter.
     """
 
     group: Group
     level: Floats
     noise: Floats
-    sums: _Sums | None
-    usual: Floats
+    usual: Floats | None
     rises: bool | None = None
 
 
@@ -253,7 +260,9 @@ class _Finder:
         self._versions = [
             one for one in groups if one.by == "version" and len(one.members) >= _FEW_OF_VERSION
         ]
+        #: Episodes that no change explains, and the sums of their values by what groups have in common.
         self._free = np.ones(len(values), np.bool_)
+        self._sums: dict[tuple[str, str], _Sums] = {}
 
     def find(self, limit: int) -> list[Change]:
         """Return the changes; see `find_changes`."""
@@ -266,7 +275,7 @@ class _Finder:
         level, noise = self._remove_levels(lasting)[:2]
         found = self._explain(parts, self._search_versions(level, noise), limit)
         for rises in (False, True):
-            part = _Part(everything, level, noise, None, noise, rises)
+            part = _Part(everything, level, noise, None, rises)
             found += self._explain([part], [], limit - len(found))
         found.sort(key=lambda one: (one.kind == "improvement", -one.score))
         return found
@@ -274,8 +283,8 @@ class _Finder:
     def _prepare(self, groups: Sequence[Group]) -> list[_Part]:
         """Return groups that have no episodes in common, ready to be searched."""
         level, _, own = self._remove_levels(groups)
-        sums, usual = _Sums(level), np.sqrt(np.mean(np.square(own), axis=0))
-        return [_Part(group, level, one, sums, usual) for group, one in zip(groups, own, strict=True)]
+        usual = np.sqrt(np.mean(np.square(own), axis=0))
+        return [_Part(group, level, one, usual) for group, one in zip(groups, own, strict=True)]
 
     def _remove_levels(self, groups: Sequence[Group]) -> tuple[Floats, Floats, list[Floats]]:
         """Return clipped values, of groups without their medians; their noise, and that of each group."""
@@ -292,21 +301,27 @@ class _Finder:
         self, parts: Sequence[_Part], peaks: Sequence[tuple[_Peak, Group]], limit: int
     ) -> list[Change]:
         """Return the strongest change, then the strongest one without its episodes, and so on."""
-        queue: list[tuple[_Peak, Group, _Part | None]] = [(peak, group, None) for peak, group in peaks]
-        queue += [(peak, part.group, part) for part in parts if (peak := self._search(part)) is not None]
+        queue: list[tuple[_Peak, Group, _Part | None, int]] = [
+            (peak, group, None, 0) for peak, group in peaks
+        ]
+        queue += [(peak, one.group, one, 0) for one in parts if (peak := self._search(one)) is not None]
         found: list[Change] = []
         while queue and len(found) < limit:
             queue.sort(key=lambda each: -each[0].score)
-            peak, group, part = queue.pop(0)
-            if self._free[peak.members].all():
+            peak, group, part, known = queue.pop(0)
+            if part is not None and known < len(
+                found
+            ):  # later changes explain its episodes, or those of others
+                again = self._search(part)
+                if again is not None:
+                    queue.append((again, group, part, len(found)))
+            elif self._free[peak.members].all():
                 change = self._build(group, peak)
-                if not change.shifts:
-                    continue
-                self._free[change.members] = False
-                found.append(change)
-            again = None if part is None else self._search(part)
-            if again is not None:
-                queue.append((again, group, part))
+                if change.shifts:
+                    found.append(change)
+                    self._free[change.members] = False
+                    self._sums.clear()
+                    queue += [] if part is None else [(peak, group, part, 0)]
         return found
 
     def _search(self, part: _Part) -> _Peak | None:
@@ -338,14 +353,14 @@ class _Finder:
                     lowest = back[0] + line[back[0] :][:8].argmin()
                     end = max(begin + 1, _refine(values[:, column], int(at[lowest]), size))
                 score = float(height[place])
-                if part.sums is not None:
+                if part.usual is not None:
                     near = min(_NEAR, end - begin)
-                    ends = (max(0, begin - max(2 * _SHORTEST, near)), begin, begin + near)
+                    ends = (max(0, begin - max(_SHORTEST, near)), begin, begin + near)
                     places = [np.array([one]) for one in ends]
                     exact, is_large = self._compare_at(part, members, own, *places, 3, 0)
                     score = float(np.abs(exact[0, column]) * is_large[0, column])
                 if score > (THRESHOLD if best is None else best.score):
-                    best = _Peak(score, members, begin, end)
+                    best = _Peak(score, members, begin, end, max(_NEAR, size))
             size *= 2
         return best
 
@@ -371,12 +386,16 @@ class _Finder:
         before, after = own.window(begin, at), own.window(at, end)
         move, variance = _compare(before, after, part.noise, least)
         found, is_large = move / np.sqrt(variance), np.abs(move) >= _EFFECT * part.noise
-        if part.sums is None:
+        if part.usual is None:
             return self._standardize(found, lives), is_large
         middle = members[np.minimum(at, len(members) - 1)]
+        sums = self._sums.get(part.group[:2])
+        if sums is None:
+            level = np.where(self._free[:, None], part.level, np.nan)
+            sums = self._sums[part.group[:2]] = _Sums(level)
         others = _compare(
-            part.sums.window(members[begin], middle) - before,
-            part.sums.window(middle, members[end - 1] + 1) - after,
+            sums.window(members[begin], middle) - before,
+            sums.window(middle, members[end - 1] + 1) - after,
             part.usual, _FEW_OTHERS,
         )  # fmt: skip
         apart = (move - others[0]) / np.sqrt(variance + others[1])
@@ -386,15 +405,18 @@ class _Finder:
     def _standardize(self, statistic: Floats, lives: float) -> Floats:
         """Take the median off where it has the same sign, and divide by the usual size; not of short lives.
 
-        A return that falls all the time is a change, so its median is not taken off.
+        A return that falls all the time is a change: a fall is compared with the usual rises.
         """
         if lives < _USUAL:
             return statistic
         center = np.median(statistic, axis=0)
-        center[self._return] = max(0.0, center[self._return])
         same = np.sign(center) == np.sign(statistic)
         away = np.abs(statistic) - np.where(same, np.minimum(np.abs(center), np.abs(statistic)), 0.0)
-        return np.sign(statistic) * away / np.maximum(1.0, _QUARTER * quantile(away, 0.25))
+        result: Floats = np.sign(statistic) * away / np.maximum(1.0, _QUARTER * quantile(away, 0.25))
+        line = statistic[:, [self._return]]
+        usual = np.nan_to_num(_QUARTER * quantile(np.where(line > 0, line, np.nan), 0.25)[0])
+        result[:, self._return] = np.where(line < 0, line / max(1.0, usual), result[:, [self._return]])[:, 0]
+        return result
 
     def _search_versions(self, level: Floats, noise: Floats) -> list[tuple[_Peak, Group]]:
         """Return the versions that differ from the episodes before and after them, in the same direction."""
@@ -422,16 +444,14 @@ class _Finder:
             if score > THRESHOLD:
                 earlier = np.arange(max(0, group.members[0] - _NEAR), group.members[0])
                 members = np.concatenate([earlier, group.members])
-                found.append((_Peak(score, members, len(earlier), len(members)), group))
+                found.append((_Peak(score, members, len(earlier), len(members), _NEAR), group))
         return found
 
     def _build(self, group: Group, peak: _Peak) -> Change:
         """Return the change at a peak, with the measures that changed."""
-        members, before = (
-            peak.members[peak.begin : peak.end],
-            peak.members[max(0, peak.begin - _NEAR) : peak.begin],
-        )
-        both = np.concatenate([before, members[:_NEAR]])
+        members = peak.members[peak.begin : peak.end]
+        before = peak.members[max(0, peak.begin - peak.near) : peak.begin]
+        both = np.concatenate([before, members[: peak.near]])
         values = _clip(self._logs[both])
         noise = _find_noise(values, self._floor)
         sums, edge = _Sums(values), len(before)
