@@ -12,7 +12,8 @@ moment minus that of the window before it, in standard errors, with windows of 8
   always swings.
 - A group must change itself, and more than the episodes of other groups at the same time do (a difference of
   differences). If all change, it is a change of all episodes and not of each group.
-- A policy version must differ from the episodes before it and from those after it, in the same direction.
+- A policy version must differ from the episodes before it and from those after it, in the same direction; of
+  the newest version the return must fall.
 - A found change explains its episodes: weaker changes of other groups are searched without them.
 """
 
@@ -165,7 +166,7 @@ def _describe(shift: Shift, name: str, count: int) -> str:
     kind, before, after = shift.measure.name, shift.before, shift.after
     move = f"{before:.3g} -> {after:.3g}"
     if kind == "level" and not shift.low <= after <= shift.high:
-        former = f"{shift.low:.3g} to {shift.high:.3g}"
+        former = " to ".join(dict.fromkeys(f"{edge:.3g}" for edge in (shift.low, shift.high)))
         return f"mean of {name} outside its former range: {after:.3g}, before {former}"
     texts = {
         "return": f"return {move}",
@@ -419,7 +420,10 @@ class _Finder:
         return result
 
     def _search_versions(self, level: Floats, noise: Floats) -> list[tuple[_Peak, Group]]:
-        """Return the versions that differ from the episodes before and after them, in the same direction."""
+        """Return the versions that differ from the episodes before and after them, in the same direction.
+
+        The newest one counts if its return falls: other measures, and rises, follow the learning.
+        """
         if not self._versions:
             return []
         count, sums = len(level), _Sums(level)
@@ -435,6 +439,10 @@ class _Finder:
             np.where(np.abs(move) < _EFFECT * noise, 0.0, move / np.sqrt(variance))
             for move, variance in moves
         ]
+        falls = (after[0, :, self._return] < _FEW_OF_VERSION) & (scores[0][:, self._return] < 0)
+        scores[1][falls, self._return] = scores[0][
+            falls, self._return
+        ]  # the newest version: none is after it
         same = np.sign(scores[0]) == np.sign(scores[1])
         least = np.where(same, np.minimum(*np.abs(scores)), 0.0)
         if len(self._versions) >= _USUAL:

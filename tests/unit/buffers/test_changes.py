@@ -17,10 +17,12 @@ pytestmark = pytest.mark.index
 HOSTILE = 'it\'s -- "x" /* ; ~/'
 
 
-def fill(rb: Any, kind: str, rename: Any = lambda source: source, **facts: Any) -> list[int]:
+def fill(
+    rb: Any, kind: str, count: int = 240, rename: Any = lambda source: source, **facts: Any
+) -> list[int]:
     """Write episodes of `make_episodes`; return the ids of the odd ones."""
     odd = []
-    for number, ((rows, source, own), is_odd) in enumerate(make_episodes(kind, 0, 240)):
+    for number, ((rows, source, own), is_odd) in enumerate(make_episodes(kind, 0, count)):
         rb.extend(rows, source=rename(source), episode_info=own | facts)
         if is_odd:
             odd.append(number + 1)
@@ -39,7 +41,7 @@ def selected(rb: Any, where: str) -> set[int]:
 @pytest.mark.parametrize("kind", ["scale", "sign", "early", "worse"])
 def test_the_group_is_found_and_its_condition_selects_its_episodes(tmp_path: Path, kind: str) -> None:
     with expstore.open(tmp_path / "run.exp") as rb:
-        odd = set(fill(rb, kind))
+        odd = set(fill(rb, kind, 300 if kind == "worse" else 240))
         first = changes(rb)[0]
         found = selected(rb, first["where"])
         assert len(found) == first["episodes"]
@@ -47,8 +49,8 @@ def test_the_group_is_found_and_its_condition_selects_its_episodes(tmp_path: Pat
         by = ("version", "11") if kind == "worse" else ("source", "arm-1")
         assert (first["by"], first["value"]) == by
         start, version, row = rb.sql(
-            "SELECT start_time, (info->>'policy_version')::BIGINT, "
-            "(SELECT min(_id) FROM transitions WHERE _episode = episode_id) FROM episodes WHERE episode_id = $id",
+            "SELECT start_time, (info->>'policy_version')::BIGINT, (SELECT min(_id) FROM transitions "
+            "WHERE _episode = episode_id) FROM episodes WHERE episode_id = $id",
             {"id": first["episode_id"]},
         ).fetchall()[0]
         assert (first["since"], first["version"], first["row_id"]) == (start, version, row)

@@ -173,3 +173,12 @@ def test_words() -> None:
     )
     assert say(shift("mine", 1, 2), value=None) == "episodes without source: mine 1 -> 2"
     assert "terminated" not in say(shift("status", 0.9, 0.1, "terminated"), shift("length", 10, 20))
+
+
+def test_the_newest_version_counts_if_its_return_falls() -> None:
+    table = make_table(11, 4, rise)
+    table[1][950:, 0] -= 60
+    (first,) = find(table)
+    assert (first.group.value, first.kind) == ("19", "drop")
+    table[1][950:, 0] += 120
+    assert [one.group.by for one in find(table) if one.kind != "improvement"] == []
