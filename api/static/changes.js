@@ -65,7 +65,7 @@ export function changeLink(store, change, canFilter) {
  *
  * @param {HTMLElement} place
  * @param {import("./app.js").Context} context
- * @param {{setMarks?: (marks: any[]) => any} | null} curves
+ * @param {any} curves Its `setMarks` draws the marks, if it has one.
  */
 export function drawChanges(place, context, curves) {
   const { params, server, signal } = context;
@@ -81,7 +81,7 @@ export function drawChanges(place, context, curves) {
     try {
       const found = await getJson(storePath(params.store, "/changes"), { query: { limit: 20 }, signal });
       hasGrown = found.measured < found.compared;
-      curves?.setMarks?.(marksOf(found.changes));
+      curves.setMarks?.(marksOf(found.changes));
       refresh(list, found, () => changeList(params.store, found, server.sql));
       place.hidden = found.compared === 0;
       if (!place.hasChildNodes()) replace(place, h("h2", { id: "changes-title" }, "What changed"), list, details);
@@ -160,7 +160,9 @@ export async function drawFirstChanges(place, stores, { server, signal }) {
     try {
       const { changes } = await getJson(storePath(store, "/changes"), { query: { limit: 20 }, signal });
       if (!changes.length || changes[0].kind === "improvement") continue;
-      items.push(h("li", null, h("a", { href: storeHref(store) }, store), ": ", changeLink(store, changes[0], server.sql)));
+      items.push(
+        h("li", null, h("a", { href: storeHref(store) }, store), ": ", changeLink(store, changes[0], server.sql)),
+      );
       replace(place, h("h2", null, "What changed"), h("ul.changes", null, items));
     } catch (error) {
       if (signal.aborted) return; // what is wrong with a store is said in the list of stores

@@ -64,7 +64,13 @@ export async function render(root, context) {
       });
     }),
   });
-  replace(root, h("div.heading", null, h("h1", null, "Stores"), count), h("div.row", null, search, compare), list, changes);
+  replace(
+    root,
+    h("div.heading", null, h("h1", null, "Stores"), count),
+    h("div.row", null, search, compare),
+    list,
+    changes,
+  );
 
   const names = () => server.stores.filter((name) => name.toLowerCase().includes(search.value.trim().toLowerCase()));
   const draw = () => {
