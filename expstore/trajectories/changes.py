@@ -241,6 +241,10 @@ class _Part:
     rises: bool | None = None
 
 
+#: Where windows before moments begin, the moments, and where windows after them end.
+_Edges = tuple[IntArray, IntArray, IntArray]
+
+
 class _Finder:
     """Find the changes in one table of episodes; see `find_changes`."""
 
@@ -336,9 +340,9 @@ class _Finder:
         best: _Peak | None = None
         while size <= max(_SHORTEST, count / _USUAL):
             at = np.arange(size, count - size + 1, max(1, size // 4))[-_MOMENTS:]
-            found, is_large = self._compare_at(
-                part, members, own, at - size, at, at + size, size / 2, count / size
-            )
+            found, is_large = self._compare_at(part, members, own, (at - size, at, at + size), size / 2)
+            if part.usual is None:
+                found = self._standardize(found, count / size)
             found = np.where(is_large, found, 0.0)
             allowed = np.ones(len(at), np.bool_)
             if part.rises is not None:
@@ -356,9 +360,9 @@ class _Finder:
                 score = float(height[place])
                 if part.usual is not None:
                     near = min(_NEAR, end - begin)
-                    ends = (max(0, begin - max(_SHORTEST, near)), begin, begin + near)
-                    places = [np.array([one]) for one in ends]
-                    exact, is_large = self._compare_at(part, members, own, *places, 3, 0)
+                    first = max(0, begin - max(_SHORTEST, near))
+                    edges = np.array([first]), np.array([begin]), np.array([begin + near])
+                    exact, is_large = self._compare_at(part, members, own, edges, 3)
                     score = float(np.abs(exact[0, column]) * is_large[0, column])
                 if score > (THRESHOLD if best is None else best.score):
                     best = _Peak(score, members, begin, end, max(_NEAR, size))
@@ -366,29 +370,27 @@ class _Finder:
         return best
 
     def _compare_at(
-        self, part: _Part, members: IntArray, own: _Sums, begin: IntArray, at: IntArray,
-        end: IntArray, least: float, lives: float,
-    ) -> tuple[Floats, NDArray[np.bool_]]:  # fmt: skip
+        self, part: _Part, members: IntArray, own: _Sums, edges: _Edges, least: float
+    ) -> tuple[Floats, NDArray[np.bool_]]:
         """Return by how many standard errors windows of a group differ, more than the others do meanwhile.
 
         Args:
             part: The group.
             members: The searched episodes of it.
             own: Their sums.
-            begin: Where the windows before the moments begin, counted in the group. Shape `(n,)`.
-            at: The moments.
-            end: Where the windows after them end.
+            edges: Where the windows before the moments begin, the moments, and where the windows after them
+                end, counted in the group. Shapes `(n,)`.
             least: Smallest number of values of a window.
-            lives: How many windows the group has.
 
         Returns:
             The statistic, and where the difference is not small. Shapes `(n, measures)`.
         """
+        begin, at, end = edges
         before, after = own.window(begin, at), own.window(at, end)
         move, variance = _compare(before, after, part.noise, least)
         found, is_large = move / np.sqrt(variance), np.abs(move) >= _EFFECT * part.noise
         if part.usual is None:
-            return self._standardize(found, lives), is_large
+            return found, is_large
         middle = members[np.minimum(at, len(members) - 1)]
         sums = self._sums.get(part.group[:2])
         if sums is None:
@@ -462,9 +464,8 @@ class _Finder:
         both = np.concatenate([before, members[: peak.near]])
         values = _clip(self._logs[both])
         noise = _find_noise(values, self._floor)
-        sums, edge = _Sums(values), len(before)
-        zero, edge, end = np.array([0]), np.array([edge]), np.array([len(both)])
-        move, variance = _compare(sums.window(zero, edge), sums.window(edge, end), noise, 3)
+        sums, edges = _Sums(values), np.array([[0], [len(before)], [len(both)]])
+        move, variance = _compare(sums.window(*edges[:2]), sums.window(*edges[1:]), noise, 3)
         scores = np.where(np.abs(move) < _EFFECT * noise, 0.0, move / np.sqrt(variance))[0]
         shifts = []
         for column in np.argsort(-np.abs(scores)).tolist():
@@ -547,7 +548,8 @@ def _clip(values: Floats) -> Floats:
 def _find_steps(values: Floats) -> Floats:
     """Return the noise by differences of neighbours; NaN without values. Shape `(measures,)`."""
     first = np.arange(0, len(values) - 1, max(1, len(values) // _SAMPLE))
-    return _ROBUST / np.sqrt(2) * quantile(np.abs(values[first + 1] - values[first]), 0.5)
+    steps: Floats = _ROBUST / np.sqrt(2) * quantile(np.abs(values[first + 1] - values[first]), 0.5)
+    return steps
 
 
 def _find_noise(values: Floats, floor: Floats) -> Floats:
@@ -559,14 +561,16 @@ def _find_noise(values: Floats, floor: Floats) -> Floats:
     usual = spread[: max(1, len(spread) - max(1, len(spread) // 16))]  # without the block of a change
     least = _LEAST_NOISE * np.sqrt(_vary(_thin(values)))
     found = [_find_steps(values), np.sqrt(_mean(usual)), least]
-    return np.maximum(floor, np.nan_to_num(np.fmax.reduce(found)))
+    noise: Floats = np.maximum(floor, np.nan_to_num(np.fmax.reduce(found)))
+    return noise
 
 
 def _mean(values: Floats) -> Floats:
     """Return the mean along the first axis of the values that are not NaN; NaN if all are."""
     known = ~np.isnan(values)
     with np.errstate(invalid="ignore"):
-        return np.where(known, values, 0.0).sum(0) / known.sum(0)
+        mean: Floats = np.where(known, values, 0.0).sum(0) / known.sum(0)
+    return mean
 
 
 def _vary(values: Floats) -> Floats:
