@@ -189,11 +189,11 @@ def tabulate_episodes(known: Sequence[Mapping[str, Any]]) -> tuple[list[Measure]
         *_group("lane", "", [one["trajectory_id"] for one in known], _MOST_GROUPS),
         *_group("version", "", [one["info"].get("policy_version") for one in known], len(known)),
     ]
-    for name, values in facts.items():
-        if len(set(values)) <= _FEW_VALUES:
-            groups += _group("fact", name, values, _FEW_VALUES)
-        if not any(isinstance(value, str) for value in values):
-            column = np.array(values, np.float64)
+    for name, some in facts.items():
+        if len(set(some)) <= _FEW_VALUES:
+            groups += _group("fact", name, some, _FEW_VALUES)
+        if not any(isinstance(value, str) for value in some):
+            column = np.array(some, np.float64)
             fine = np.isfinite(column)
             varies = fine.sum() > 1 and np.ptp(column[fine]) > 0
             if varies and abs(np.corrcoef(order[fine], column[fine])[0, 1]) < _COUNTS:
