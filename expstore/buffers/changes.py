@@ -19,7 +19,7 @@ from expstore.sql.sync import Catalog
 from expstore.storages.read_view import ReadView
 from expstore.trajectories.changes import By, Change, Group, describe, find_changes
 from expstore.trajectories.measures import Floats
-from expstore.trajectories.odd import Measure, find_copied, tabulate
+from expstore.trajectories.odd import Measure, are_measures, find_copied, tabulate
 
 #: The newest ended episodes are compared, at most this many.
 MOST = 20_000
@@ -176,7 +176,9 @@ def tabulate_episodes(known: Sequence[Mapping[str, Any]]) -> tuple[list[Measure]
     facts: dict[str, list[Any]] = {}
     for number, one in enumerate(known):
         for name, value in one["info"].items():
-            if name not in _APART and not name.startswith("_") and isinstance(value, (bool, int, float, str)):
+            is_huge = isinstance(value, int) and abs(value) >= 1 << 63
+            is_plain = isinstance(value, (bool, int, float, str)) and not is_huge
+            if is_plain and name not in _APART and not name.startswith("_"):
                 facts.setdefault(name, [None] * len(known))[number] = value
     columns: dict[Measure, Array] = {
         Measure(name): np.array([one[name] for one in known], np.float64) for name in ("length", "return")
@@ -194,12 +196,14 @@ def tabulate_episodes(known: Sequence[Mapping[str, Any]]) -> tuple[list[Measure]
             groups += _group("fact", name, some, _FEW_VALUES)
         if not any(isinstance(value, str) for value in some):
             column = np.array(some, np.float64)
-            fine = np.isfinite(column)
-            varies = fine.sum() > 1 and np.ptp(column[fine]) > 0
-            if varies and abs(np.corrcoef(order[fine], column[fine])[0, 1]) < _COUNTS:
+            finite = np.isfinite(column)
+            varies = finite.sum() > 1 and np.ptp(column[finite]) > 0
+            if varies and abs(np.corrcoef(order[finite], column[finite])[0, 1]) < _COUNTS:
                 columns[Measure("fact", name)] = column
     found = [one["info"].get(MEASURES) for one in known]
     measured = [one if isinstance(one, dict) else {} for one in found]
+    fine = are_measures(measured)
+    measured = [one if is_fine else {} for one, is_fine in zip(measured, fine, strict=True)]
     columns[Measure("copy")] = np.where(
         [bool(one) for one in measured], find_copied(measured)[0] >= 0, np.nan
     )

@@ -36,7 +36,7 @@ from expstore.trajectories.measures import (
     fingerprint,
     measure_signal,
 )
-from expstore.trajectories.odd import SCALES, Episodes, Oddness, describe, locate, rank
+from expstore.trajectories.odd import SCALES, Episodes, Oddness, are_measures, describe, locate, rank
 
 #: The fact of an episode that has its measures.
 MEASURES = "measures"
@@ -294,6 +294,8 @@ class Meter:
             stored = json.loads(one.pop("measures") or "null")
             one["facts"] = fresh.get(one["episode_id"], stored if isinstance(stored, dict) else None)
         known = [one for one in known if one["facts"] is not None]
+        fine = are_measures([one["facts"] for one in known])
+        known = [one for one, is_fine in zip(known, fine, strict=True) if is_fine]
         found: list[tuple[dict[str, Any], Oddness, int | None]] = []
         for split in dict.fromkeys(one["split"] for one in known):
             some = [one for one in known if one["split"] == split]

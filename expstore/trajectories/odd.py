@@ -289,6 +289,18 @@ def find_copied(facts: Sequence[Mapping[str, Any]]) -> tuple[IntArray, Floats]:
     return partner, alike
 
 
+def are_measures(facts: Sequence[Mapping[str, Any]]) -> list[bool]:
+    """Return which facts are measures: anybody may write a fact of this name."""
+    try:
+        tabulate(facts)
+        find_copied(facts)
+    except (TypeError, ValueError, OverflowError, AttributeError):
+        if len(facts) == 1:
+            return [False]
+        return [are_measures([one])[0] for one in facts]
+    return [True] * len(facts)
+
+
 def _build_table(episodes: Episodes) -> tuple[list[Measure], Floats, IntArray]:
     """Return the measures, their values, and the copied episodes. Shapes `(n, measures)`, `(n,)`."""
     places, table = tabulate(episodes.facts)

@@ -92,6 +92,24 @@ def test_the_table_of_episodes() -> None:
     ]
     known[4]["info"] |= {"measures": {"still": {"x": [0.5, None]}}, "good": float("inf")}
     measures, values, groups = tabulate_episodes(known)
+    hostile = [
+        1,
+        [2],
+        "x",
+        {"still": {"x": 3}},
+        {"still": {"x": "y"}},
+        {"copy": "zz"},
+        {"still": {"x": [[]]}},
+        {"a": 10**400},
+    ]
+    for number, one in enumerate(hostile):  # anybody may write facts of these names
+        known[10 + number]["info"] |= {
+            "measures": one,
+            "good": number % 3 == 0,
+            "policy_version": one,
+            "big": 10**400,
+        }
+    assert [one for one in tabulate_episodes(known)[0] if one not in measures] == []
     table = dict(zip(measures, values.T, strict=True))
     assert set(table) == {
         Measure("length"), Measure("return"), Measure("status", "cut"), Measure("status", "truncated"),
