@@ -1,7 +1,6 @@
 """Answers that several clients ask for at about the same time: each is computed once, and kept briefly.
 
-Used by the route for series, whose query reads all episodes of a store: ten open pages cost about as much
-as one.
+Used by routes whose queries read all episodes of a store: ten open pages cost about as much as one.
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
-#: An answer is kept for this many times the time that computing it took, and this many seconds at most.
+#: An answer is kept for this many times the time that computing it took, and at most this many
+#: seconds, unless another limit is passed.
 _TIMES, _SECONDS = 20.0, 5.0
 #: Number of answers that are kept.
 _KEPT = 64
@@ -36,10 +36,11 @@ class RecentAnswers:
 
     Args:
         clock: Returns seconds of a monotonic clock.
+        seconds: An answer is kept for at most this long; None: 5 seconds.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] = time.monotonic, seconds: float | None = None) -> None:
+        self._clock, self._seconds = clock, seconds
         self._lock = threading.Lock()
         self._answers: OrderedDict[Hashable, _Answer] = OrderedDict()
 
@@ -60,5 +61,7 @@ class RecentAnswers:
             if began >= answer.until:
                 answer.value = compute()
                 now = self._clock()
-                answer.until = now + min(_SECONDS, _TIMES * (now - began))
+                answer.until = now + min(
+                    _SECONDS if self._seconds is None else self._seconds, _TIMES * (now - began)
+                )
             return answer.value

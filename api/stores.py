@@ -24,6 +24,7 @@ from expstore.api.consumers import ServedConsumers
 from expstore.api.deletion import remove_folder, remove_leftovers, rename_for_deletion
 from expstore.api.done_keys import DoneKeys
 from expstore.api.errors import Refusal
+from expstore.api.page.findings import Findings
 from expstore.api.page.histograms import times_of
 from expstore.api.page.summary import Summarizer
 from expstore.api.recent_answers import RecentAnswers
@@ -107,6 +108,8 @@ class Served:
         self.group_acts: DoneKeys[Any] = DoneKeys()
         #: Answers of the route for series.
         self.charts = RecentAnswers()
+        #: Changes and odd episodes.
+        self.findings = Findings(rb)
         self.encoder = Encoder(lambda: rb.schema)
         self.streams = CapacityLimiter(settings.concurrency)
         #: Whether the server is shutting down: endless streams must stop.

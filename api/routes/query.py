@@ -24,6 +24,7 @@ from expstore.api.dependencies import (
 )
 from expstore.api.errors import Refusal
 from expstore.api.page.episode_pages import ORDER_PATTERN, EpisodePage, Filters
+from expstore.api.page.findings import Changes, OddEpisodes
 from expstore.api.page.relations import Relations, describe_relations
 from expstore.api.page.series import BY_PATTERN, GROUPS, Series, build_query, series_of, throughput_of
 from expstore.api.request_models import RequestModel
@@ -32,6 +33,7 @@ from expstore.api.stores import Served
 from expstore.buffers.read_limits import ReadLimit
 from expstore.errors import NotReadyError, QueryError
 from expstore.sql.result import table_stream
+from expstore.trajectories.odd import THRESHOLD
 from expstore.wire.json_sizes import json_bytes
 from expstore.wire.stream import batches_of, read_table
 
@@ -183,6 +185,38 @@ async def series(
     # A condition may run for long and fail: clients must not wait for one another's.
     find = ask if where is not None else lambda: store.charts.find((y, x, by, points), ask)
     return Response(await store.run(find), media_type=JSON)
+
+
+_LIMIT = Annotated[int, Query(ge=1, le=1000, description="Most entries of the answer.")]
+
+
+@router.get("/stores/{name}/changes", summary="List changes", response_model=Changes, responses=problems())
+async def changes(store: Store, limit: _LIMIT = 20) -> Response:
+    """Return since when which episodes differ from those before, and how; the strongest change first.
+
+    Groups of episodes (of a source, split, lane or fact) are compared with their own past and with the other
+    groups, policy versions with the episodes before and after them. An answer takes less than a second; it is
+    kept for 20 times as long, at most a minute. Episodes that were not measured are measured by and by.
+    """
+    return Response(await store.run(lambda: store.findings.list_changes(limit)), media_type=JSON)
+
+
+@router.get(
+    "/stores/{name}/odd", summary="List odd episodes", response_model=OddEpisodes, responses=problems()
+)
+async def odd(
+    store: Store,
+    limit: _LIMIT = 20,
+    threshold: Annotated[
+        float, Query(ge=0, le=1e9, description="Smallest score of a listed episode; 0 lists all.")
+    ] = THRESHOLD,
+) -> Response:
+    """Return the episodes that differ most from their peers, the oddest first, with the reason in words.
+
+    An answer is kept for 20 times the time that it took, at most a minute. Episodes that were not measured
+    are measured by and by.
+    """
+    return Response(await store.run(lambda: store.findings.list_odd(limit, threshold)), media_type=JSON)
 
 
 @router.get("/stores/{name}/relations", summary="Describe relations of SQL", responses=problems())

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from expstore.buffers.changes import ChangeList
 from expstore.buffers.groups import Groups
 from expstore.buffers.measuring import MEASURES, Measure, Measured, Meter
 from expstore.core.arguments import check_whole
@@ -228,6 +229,36 @@ class Episodes:
         """
         number = None if limit is None else check_whole("limit", limit)
         return Meter(self._store.check_open(), self._store.catalog).list_odd(number, threshold)[0]
+
+    def changes(self, limit: int | None = 20) -> Result:
+        """List since when which episodes differ from those before, the strongest change first, and how.
+
+        A group of episodes, such as those of one source, changes if it differs from its own past, more than
+        the other groups do at the same time. The newest 20,000 ended episodes are compared; those that
+        `measure` has not measured are measured for this call, which stores nothing.
+
+        Columns: `kind, by, name, value, where, since, until, episode_id, row_id, version, episodes, score,
+        reason, measure, field, component, before, after`. `kind` is `drop` (of the return), `change` or,
+        last, `improvement`. `where` selects the changed episodes. docs/changes.md explains the columns.
+
+        Args:
+            limit: Largest number of changes; None: all.
+
+        Raises:
+            StateError: The store is closed.
+
+        Example:
+            >>> rb.episodes.changes(limit=3).arrow()["reason"].to_pylist()
+            []
+        """
+        number = None if limit is None else check_whole("limit", limit)
+        listed = self.open_changes()
+        listed.measure()
+        return listed.find(number)[0]
+
+    def open_changes(self) -> ChangeList:
+        """Return what lists changes and odd episodes, and keeps the measures that it has computed."""
+        return ChangeList(self._store.check_open(), self._store.catalog)
 
     def delete(
         self,

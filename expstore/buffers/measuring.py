@@ -36,7 +36,7 @@ from expstore.trajectories.measures import (
     fingerprint,
     measure_signal,
 )
-from expstore.trajectories.odd import SCALES, Episodes, Oddness, describe, locate, rank
+from expstore.trajectories.odd import SCALES, Episodes, Oddness, are_measures, describe, locate, rank
 
 #: The fact of an episode that has its measures.
 MEASURES = "measures"
@@ -53,9 +53,10 @@ _MARKS = frozenset({"done", "terminated", "truncated", "is_init", "step_count", 
 Measure = Callable[[Mapping[str, Any]], float]
 
 _EPISODES = """
-SELECT episode_id, source, length, "return", status, split, live_rows,
+FROM (SELECT episode_id, source, length, "return", status, split, live_rows,
     TRY_CAST(info->>'policy_version' AS BIGINT) AS version, (info->'measures')::VARCHAR AS measures
-FROM episodes WHERE status != 'open' AND live_rows > 0 ORDER BY episode_id
+FROM episodes WHERE status != 'open' AND live_rows > 0 ORDER BY episode_id DESC LIMIT $newest)
+ORDER BY episode_id
 """
 _MISSING = """
 SELECT episode_id, length FROM episodes
@@ -64,7 +65,8 @@ WHERE status != 'open' AND live_rows = length AND (
     OR NOT coalesce(list_has_all(json_keys(info, '$.measures'), $names::VARCHAR[]), false)
 ) ORDER BY episode_id
 """
-_COLUMNS = {
+#: The columns of a list of odd episodes, with their Arrow types.
+COLUMNS = {
     "episode_id": "int64",
     "source": "string",
     "score": "float64",
@@ -165,12 +167,25 @@ class Meter:
 
     # -- measuring ---------------------------------------------------------------------------------------
 
-    def measure(self) -> Iterator[dict[int, dict[str, Any]]]:
-        """Yield the measures of episodes that have none, or of another length, by id, some at a time."""
+    def measure(
+        self, known: Mapping[int, Mapping[str, Any]] | None = None, newest: int | None = None
+    ) -> Iterator[dict[int, dict[str, Any]]]:
+        """Yield the measures of episodes that have none, or of another length, by id, some at a time.
+
+        Args:
+            known: Measures by episode that are not in the store, and are not computed again.
+            newest: Measure at most this many episodes, the newest first; None: all, the oldest first.
+        """
         if self._storage.schema is None:
             return
         missing = self._catalog.query(_MISSING, {"names": list(self._own)}).arrow()
         episodes, lengths = (missing[name].to_numpy() for name in ("episode_id", "length"))
+        if known:
+            had = [(known.get(one) or {}).get("length") for one in episodes.tolist()]
+            changed = np.array(had, object) != lengths
+            episodes, lengths = episodes[changed], lengths[changed]
+        if newest is not None:
+            episodes, lengths = episodes[::-1][:newest], lengths[::-1][:newest]
         piece = np.cumsum(lengths) // _ROWS
         for some in np.split(episodes, np.flatnonzero(np.diff(piece)) + 1):
             if some.size:
@@ -257,14 +272,30 @@ class Meter:
 
     # -- comparing ---------------------------------------------------------------------------------------
 
-    def list_odd(self, limit: int | None, threshold: float) -> tuple[Result, int, int]:
-        """Return odd episodes as `Episodes.odd` does, how many there are, and how many were compared."""
-        fresh = {episode: facts for some in self.measure() for episode, facts in some.items()}
-        known = self._catalog.query(_EPISODES, None).arrow().to_pylist()
+    def list_odd(
+        self,
+        limit: int | None,
+        threshold: float,
+        fresh: Mapping[int, dict[str, Any]] | None = None,
+        newest: int | None = None,
+    ) -> tuple[Result, int, int]:
+        """Return odd episodes as `Episodes.odd` does, how many there are, and how many were compared.
+
+        Args:
+            limit: Largest number of episodes; None: all.
+            threshold: Smallest score.
+            fresh: Measures by episode, besides those in the store; None: measure the episodes without any.
+            newest: Compare at most this many ended episodes, the newest ones; None: all.
+        """
+        if fresh is None:
+            fresh = {episode: facts for some in self.measure() for episode, facts in some.items()}
+        known = self._catalog.query(_EPISODES, {"newest": newest}).arrow().to_pylist()
         for one in known:
             stored = json.loads(one.pop("measures") or "null")
             one["facts"] = fresh.get(one["episode_id"], stored if isinstance(stored, dict) else None)
         known = [one for one in known if one["facts"] is not None]
+        fine = are_measures([one["facts"] for one in known])
+        known = [one for one, is_fine in zip(known, fine, strict=True) if is_fine]
         found: list[tuple[dict[str, Any], Oddness, int | None]] = []
         for split in dict.fromkeys(one["split"] for one in known):
             some = [one for one in known if one["split"] == split]
@@ -275,7 +306,7 @@ class Meter:
             ]
         found.sort(key=lambda each: (-each[1].score, each[0]["episode_id"]))
         rows = [read_stable(self._storage, partial(self._explain, *each)) for each in found[:limit]]
-        return build_result(rows, _COLUMNS), len(found), len(known)
+        return build_result(rows, COLUMNS), len(found), len(known)
 
     def _explain(self, one: Mapping[str, Any], odd: Oddness, copied: int | None) -> dict[str, Any]:
         """Return the row of the result for one episode."""

@@ -18,6 +18,7 @@ import typer
 
 from expstore import __version__
 from expstore.cli import checks, consumers, export, reshape, retain, selections, serve, snapshots
+from expstore.cli.changes import changes
 from expstore.cli.cluster import cluster
 from expstore.cli.columns import add_column, drop_column
 from expstore.cli.completion import complete_store
@@ -535,6 +536,14 @@ add_command(
     notes="Nothing in the store is changed. A picture shows frames of image fields and the numbers over the "
     "steps; it needs matplotlib: pip install 'expstore[plot]'.",
     examples=("expstore episode run.exp 1", "expstore episode run.exp 1 --png episode.png"),
+)
+add_command(
+    app,
+    changes,
+    heading=LOOK,
+    notes="Nothing in the store is changed. Episodes without the facts that rb.episodes.measure() writes are "
+    "measured each time. A change has a score of 6 standard errors or more: docs/changes.md.",
+    examples=("expstore changes run.exp", "expstore changes run.exp --limit 5 --json"),
 )
 add_command(
     app,

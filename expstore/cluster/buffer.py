@@ -650,6 +650,22 @@ class ShardedEpisodes(LocalEpisodes):
         merged = select_episodes(None, order_by, limit).replace("FROM episodes", "FROM parts AS episodes", 1)
         return query_parts(merged.replace("SELECT *", f"SELECT {names}", 1), found)
 
+    def changes(self, limit: int = 20) -> NoReturn:
+        """Not available: the episodes of each store are compared with one another.
+
+        Raises:
+            RemoteError: Always (kind "local_only").
+        """
+        raise _build_local_error("episodes.changes", "connect() to each store")
+
+    def odd(self, limit: int = 20, *, threshold: float = 6.0) -> NoReturn:
+        """Not available: the episodes of each store are compared with one another.
+
+        Raises:
+            RemoteError: Always (kind "local_only").
+        """
+        raise _build_local_error("episodes.odd", "connect() to each store")
+
     def end(self, source: str | None = None) -> None:
         """End open episodes of this buffer's sessions: their status becomes `cut`.
 

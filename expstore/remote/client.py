@@ -18,13 +18,14 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection, lazy_stack
 
+from expstore.buffers import changes, measuring
 from expstore.buffers.annotations import pack_annotations
 from expstore.buffers.consumer import Keep, Place
 from expstore.buffers.domain_checks import asks_for_domain
 from expstore.buffers.groups import Ending, Groups
 from expstore.buffers.member import Member, Part
 from expstore.buffers.selections import Selections
-from expstore.core.arguments import check_params
+from expstore.core.arguments import check_params, check_whole
 from expstore.core.values import IntArray
 from expstore.data.batch import Layout, tensordict_of
 from expstore.data.mappings import take_mapping
@@ -42,9 +43,10 @@ from expstore.remote.transport import ARROW, Answer, Connection
 from expstore.samplers.given_order import Missing
 from expstore.schema.row_fields import SAMPLE_ENTRIES
 from expstore.schema.schema import Schema
-from expstore.sql.result import Result
+from expstore.sql.result import Result, build_result
 from expstore.storages.episode_lookup import check_episode
 from expstore.storages.snapshots.catalog import Version
+from expstore.trajectories.odd import THRESHOLD
 from expstore.wire.codec import Codec, Decoder, Encoder, with_wishes
 from expstore.wire.frames import Frame
 from expstore.wire.stream import frames_in, read_table, write_stream
@@ -553,6 +555,33 @@ class RemoteEpisodes(LocalEpisodes):
         from expstore.sql.views import select_episodes
 
         return self._sql(select_episodes(where, order_by, limit), params, limit=limit or None)
+
+    def changes(self, limit: int = 20) -> Result:
+        """List since when which episodes differ from those before; see `Episodes.changes` of a local buffer.
+
+        The server measures episodes by and by: right after it has opened a store without measures, changes of
+        measured fields may be missing.
+
+        Args:
+            limit: Largest number of changes, at most 1000.
+        """
+        rows = self._request("GET", f"changes?limit={check_whole('limit', limit)}")["changes"]
+        for row in rows:
+            for name in ("since", "until"):
+                row[name] = None if row[name] is None else round(row[name] * 1000)
+        return build_result(rows, changes.COLUMNS)
+
+    def odd(self, limit: int = 20, *, threshold: float = THRESHOLD) -> Result:
+        """List the episodes that differ most from their peers; see `Episodes.odd` of a local buffer.
+
+        The server compares the newest 20,000 ended episodes, and measures those without measures by and by.
+
+        Args:
+            limit: Largest number of episodes, at most 1000.
+            threshold: Smallest score, in robust standard deviations.
+        """
+        route = f"odd?limit={check_whole('limit', limit)}&threshold={float(threshold)}"
+        return build_result(self._request("GET", route)["episodes"], measuring.COLUMNS)
 
     def annotate(self, episode_id: int, /, **info: Any) -> dict[str, Any]:
         """Attach facts to an episode; see `Episodes.annotate` of a local buffer.

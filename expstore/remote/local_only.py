@@ -49,7 +49,6 @@ INSTEAD: Mapping[str, str] = {
     "episodes.annotate_each": "annotate() each of them",
     "episodes.delete": _MANAGE,
     "episodes.measure": _MANAGE,
-    "episodes.odd": "run `expstore odd` on the store's machine",
     "columns.add": _MANAGE,
     "columns.drop": _MANAGE,
     "retention.policy": _MANAGE,
@@ -120,7 +119,6 @@ class LocalEpisodes:
     annotate_each = _refuse("episodes.annotate_each")
     delete = _refuse("episodes.delete")
     measure = _refuse("episodes.measure")
-    odd = _refuse("episodes.odd")
 
 
 class LocalOnly:

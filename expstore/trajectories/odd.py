@@ -87,6 +87,7 @@ SCALES: Mapping[str, Scale] = {
     "breaks": Scale(0.15, 1 / 3, low=False),
     "short": Scale(0.1, 1 / 3, low=False, groups=False),
     "copy": Scale(0.1, 1 / 3, low=False, groups=False),
+    "status": Scale(0.1),
 }
 
 
@@ -96,6 +97,11 @@ class Measure(NamedTuple):
     name: str
     field: str = ""
     component: int = 0
+
+
+def scale_of(measure: Measure) -> Scale:
+    """Return how the values of a measure are compared."""
+    return SCALES.get(measure.name, Scale())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,7 +151,7 @@ def rank(episodes: Episodes) -> list[Oddness]:
     if not count:
         return []
     measures, raw, copied = _build_table(episodes)
-    scales = [SCALES.get(one.name, Scale()) for one in measures]
+    scales = [scale_of(one) for one in measures]
     floor, part, low, grouped = (
         np.array([getattr(one, name) for one in scales]) for name in ("floor", "part", "low", "groups")
     )
@@ -248,15 +254,57 @@ def describe(odd: Oddness, length: int, status: str, where: tuple[int, int] | No
     return texts.get(kind, f"{kind} {value:.4g}; usually {usual:.4g}")
 
 
+def tabulate(facts: Sequence[Mapping[str, Any]]) -> tuple[list[Measure], Floats]:
+    """Return the measures of episodes, and their values; null is NaN. Shape `(n, measures)`."""
+    rows: dict[tuple[tuple[str, str, int], ...], tuple[list[int], list[list[float]]]] = {}
+    for number, one in enumerate(facts):
+        parts: list[tuple[str, str, int]] = []
+        values: list[float] = []
+        for name, found in one.items():
+            if isinstance(found, dict):
+                for field, some in found.items():
+                    parts.append((name, field, len(some)))
+                    values += some
+            elif name not in ("length", "copy"):
+                parts.append((name, "", 1))
+                values.append(found)
+        numbers, table = rows.setdefault(tuple(parts), ([], []))
+        numbers.append(number)
+        table.append(values)
+    layouts = [[Measure(*part[:2], at) for part in parts for at in range(part[2])] for parts in rows]
+    places = {
+        name: place for place, name in enumerate(dict.fromkeys(name for one in layouts for name in one))
+    }
+    result = np.full((len(facts), len(places)), np.nan)
+    for names, (numbers, table) in zip(layouts, rows.values(), strict=True):
+        if names:
+            result[np.ix_(numbers, [places[name] for name in names])] = np.array(table, np.float64)
+    return list(places), result
+
+
+def find_copied(facts: Sequence[Mapping[str, Any]]) -> tuple[IntArray, Floats]:
+    """Return the earlier episode of which each is a copy, or -1, and how like it is. Shapes `(n,)`."""
+    partner, alike = find_copies([str(one.get("copy", "")) for one in facts])
+    partner[alike < _ALIKE] = -1
+    return partner, alike
+
+
+def are_measures(facts: Sequence[Mapping[str, Any]]) -> list[bool]:
+    """Return which facts are measures: anybody may write a fact of this name."""
+    try:
+        tabulate(facts)
+        find_copied(facts)
+    except (TypeError, ValueError, OverflowError, AttributeError):
+        if len(facts) == 1:
+            return [False]
+        return [are_measures([one])[0] for one in facts]
+    return [True] * len(facts)
+
+
 def _build_table(episodes: Episodes) -> tuple[list[Measure], Floats, IntArray]:
     """Return the measures, their values, and the copied episodes. Shapes `(n, measures)`, `(n,)`."""
-    flat = [dict(_flatten(facts)) for facts in episodes.facts]
-    places = {name: place for place, name in enumerate(dict.fromkeys(name for one in flat for name in one))}
-    table = np.full((len(flat), len(places)), np.nan)
-    for row, one in zip(table, flat, strict=True):
-        row[[places[name] for name in one]] = list(one.values())
-    partner, alike = find_copies([str(facts.get("copy", "")) for facts in episodes.facts])
-    partner[alike < _ALIKE] = -1
+    places, table = tabulate(episodes.facts)
+    partner, alike = find_copied(episodes.facts)
     columns: dict[str, Floats] = {
         "length": episodes.length.astype(np.float64),
         "return": episodes.returns,
@@ -267,16 +315,6 @@ def _build_table(episodes: Episodes) -> tuple[list[Measure], Floats, IntArray]:
     return measures, np.concatenate([np.stack(list(columns.values()), axis=1), table], axis=1), partner
 
 
-def _flatten(facts: Mapping[str, Any]) -> Iterator[tuple[Measure, float]]:
-    """Yield the measured numbers among the facts of an episode; null is NaN."""
-    for name, found in facts.items():
-        if isinstance(found, dict):
-            for field, values in found.items():
-                yield from ((Measure(name, field, place), value) for place, value in enumerate(values))
-        elif name not in ("length", "copy"):
-            yield Measure(name), np.nan if found is None else found
-
-
 def _find_short(length: IntArray, ended: NDArray[np.bool_]) -> Floats:
     """Return how much shorter than its peers an episode is that did not end by itself. Shapes `(n,)`."""
     usual = np.empty(len(length))
@@ -285,11 +323,17 @@ def _find_short(length: IntArray, ended: NDArray[np.bool_]) -> Floats:
     return np.where(ended, 0.0, np.maximum(0.0, 1.0 - length / usual))
 
 
-def _take_logs(raw: Floats, scales: Sequence[Scale]) -> tuple[Floats, Floats]:
-    """Return logarithms where ratios are compared, and what was added before, so that 0 has one."""
-    offset = 0.1 * _quantile(raw, 0.5)
+def find_offsets(raw: Floats) -> Floats:
+    """Return what is added to values before their logarithms are compared, so that 0 has one."""
+    offset = 0.1 * quantile(raw, 0.5)
     offset[offset == 0] = 0.1 * np.nan_to_num(raw).mean(0)[offset == 0]
     offset[~(offset > 0)] = 1.0
+    return offset
+
+
+def _take_logs(raw: Floats, scales: Sequence[Scale]) -> tuple[Floats, Floats]:
+    """Return logarithms where ratios are compared, and what was added before."""
+    offset = find_offsets(raw)
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.where([one.log for one in scales], np.log(raw + offset), raw), offset
 
@@ -304,11 +348,11 @@ def _compare(values: Floats, floor: Floats, part: Floats) -> tuple[Floats, Float
     middle, deviation = np.empty_like(values), np.empty_like(values)
     for here, near in _blocks(len(values)):
         peers = values[near]
-        middle[here] = center = _quantile(peers, 0.5)
+        middle[here] = center = quantile(peers, 0.5)
         away = np.abs(peers - center)
-        middling = np.maximum(floor, _ROBUST * _quantile(away, 0.5))
+        middling = np.maximum(floor, _ROBUST * quantile(away, 0.5))
         squares = np.nan_to_num(away) ** 2
-        common = np.maximum(part * np.sqrt(squares.mean(0)), _quantile(away, 0.75) / _COMMON)
+        common = np.maximum(part * np.sqrt(squares.mean(0)), quantile(away, 0.75) / _COMMON)
         deviation[here] = np.maximum(middling, common) * (1 + _FEW / len(peers))
     deviation[deviation == 0] = np.inf
     return middle, deviation
@@ -323,7 +367,7 @@ def _blocks(count: int) -> Iterator[tuple[slice, slice]]:
 
 def _find_events(measures: Sequence[Measure], raw: Floats) -> NDArray[np.bool_]:
     """Return which measures are changes of values that mostly stand still. Shape `(measures,)`."""
-    usual = dict(zip(measures, _quantile(raw, 0.5), strict=True))
+    usual = dict(zip(measures, quantile(raw, 0.5), strict=True))
     return np.array([
         one.name in ("change", "jump") and usual.get(one._replace(name="still"), 0.0) > _EVENT
         for one in measures
@@ -360,25 +404,25 @@ def _compare_groups(
         return near, noise, whole
     size = np.full((len(away), 1), _AROUND)
     for group in groups:
-        whole[group] = _quantile(away[group], 0.5)
+        whole[group] = quantile(away[group], 0.5)
         size[group] = count = min(_AROUND, len(group))
         windows = np.lib.stride_tricks.sliding_window_view(away[group], count, axis=0)
         medians = np.concatenate([
-            _quantile(np.moveaxis(windows[start : start + _WINDOWS], -1, 0), 0.5)
+            quantile(np.moveaxis(windows[start : start + _WINDOWS], -1, 0), 0.5)
             for start in range(0, len(windows), _WINDOWS)
         ])  # fmt: skip
         near[group] = medians[np.clip(np.arange(len(group)) - count // 2, 0, len(medians) - 1)]
     shift, within = np.empty_like(away), np.empty_like(away)
     for here, peers in _blocks(len(away)):
-        shift[here] = near[here] - _quantile(near[peers], 0.5)
-        within[here] = np.maximum(floor, _ROBUST * _quantile(np.abs(away[peers] - near[peers]), 0.5))
+        shift[here] = near[here] - quantile(near[peers], 0.5)
+        within[here] = np.maximum(floor, _ROBUST * quantile(np.abs(away[peers] - near[peers]), 0.5))
     within[within == 0] = np.inf
     between: Floats = np.zeros(away.shape[1])
     if lasting:
         usual = np.stack([whole[group[0]] for group in groups])
-        spread = _ROBUST * _quantile(np.abs(usual - _quantile(usual, 0.5)), 0.5)
-        chance = np.stack([_MEDIAN * _quantile(within[group], 0.5) ** 2 / len(group) for group in groups])
-        between = np.maximum(0.0, spread**2 - _quantile(chance, 0.5))
+        spread = _ROBUST * quantile(np.abs(usual - quantile(usual, 0.5)), 0.5)
+        chance = np.stack([_MEDIAN * quantile(within[group], 0.5) ** 2 / len(group) for group in groups])
+        between = np.maximum(0.0, spread**2 - quantile(chance, 0.5))
     else:
         for group in groups:
             own = shift[group]
@@ -388,7 +432,7 @@ def _compare_groups(
     return shift, np.sqrt(_MEDIAN * within**2 / size + between), whole
 
 
-def _quantile(values: Floats, share: float) -> Floats:
+def quantile(values: Floats, share: float) -> Floats:
     """Return a quantile along the first axis, among the values that are not NaN; NaN if all are."""
     ordered = np.sort(values, axis=0)
     count = len(values) - np.isnan(values).sum(0)

@@ -32,9 +32,9 @@ PAGES = (
 )  # fmt: skip
 #: Pages with tests of their own, pages that test_site.py runs, and pages without blocks.
 OTHERS = (
-    "benchmarks", "capture", "cleanrl", "cluster", "comparison", "consumers", "datasets", "development",
-    "durability", "errors", "faq", "format", "glossary", "http", "index", "installing", "numpy", "page",
-    "retention", "storages", "versions",
+    "benchmarks", "capture", "changes", "cleanrl", "cluster", "comparison", "consumers", "datasets",
+    "development", "durability", "errors", "faq", "format", "glossary", "http", "index", "installing",
+    "numpy", "page", "retention", "storages", "versions",
 )  # fmt: skip
 
 

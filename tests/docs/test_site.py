@@ -32,7 +32,7 @@ DOCS = ROOT / "docs"
 #: Pages whose blocks run here, and what they print is compared. test_readme.py runs the others in docs/.
 FOLDERS = ("explanation", "howto", "tutorials")
 PAGES = [
-    *("durability", "index", "look", "consumers", "odd", "retention", "versions"),
+    *("changes", "durability", "index", "look", "consumers", "odd", "retention", "versions"),
     *(f"{path.parent.name}/{path.stem}" for name in FOLDERS for path in (DOCS / name).glob("*.md")),
 ]
 #: Where the part of a page begins and ends that runs here; tests of their own run the rest.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from expstore.api import Settings, recent_answers
+from expstore.api.page import findings
 from tests.support.browsers import Visit, launch
 from tests.support.page_stores import build_page_stores
 from tests.support.servers import Serving
@@ -47,6 +48,7 @@ def server(page_folder: Path) -> Iterator[Serving]:
     """
     with pytest.MonkeyPatch.context() as patch, Serving(Settings(path=page_folder)) as server:
         patch.setattr(recent_answers, "_SECONDS", 0.0)
+        patch.setattr(findings, "_KEEP_SECONDS", 0.0)
         yield server
 
 

@@ -4,6 +4,7 @@
 import { storeHref } from "../addresses.js";
 import { getJson, isHandled, storePath } from "../client.js";
 import { histogram, histogramData, lineChart } from "../chart.js";
+import { drawChanges } from "../changes.js";
 import { announce, choice, emptyState, errorState, h, refresh, replace } from "../dom.js";
 import { bytes, cell, compact, duration, integer, number, time } from "../format.js";
 import { repeat, watch } from "../live.js";
@@ -40,6 +41,7 @@ export async function render(root, context) {
   const { params, signal } = context;
   const summary = await getSummary(params.store, signal);
   const head = h("div");
+  const changes = h("section.card", { id: "changes", "aria-labelledby": "changes-title", hidden: true });
   const series = h("section.card", { "aria-labelledby": "series-title" });
   const parts = SECTIONS.map((section) => ({
     ...section,
@@ -55,6 +57,7 @@ export async function render(root, context) {
   replace(
     root,
     head,
+    changes,
     series,
     h("div.grid", null, ages.element, priorities.element, sampled.element),
     h(
@@ -78,12 +81,14 @@ export async function render(root, context) {
   show(summary);
   const curves = new Curves(series, context);
   await curves.start();
+  const changesHaveGrown = drawChanges(changes, context, curves);
 
   let [written, ended, hasGrown, pauses] = [summary.written, endedOf(summary), false, 0];
   watch(
     params.store,
     () => {
       hasGrown = true;
+      changesHaveGrown();
     },
     signal,
   );

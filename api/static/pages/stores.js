@@ -3,6 +3,7 @@
 
 import { href, storeHref } from "../addresses.js";
 import { ApiError, getJson, isHandled, storePath } from "../client.js";
+import { drawFirstChanges } from "../changes.js";
 import { sparkline } from "../chart.js";
 import { announce, debounce, emptyState, h, refresh, replace } from "../dom.js";
 import { bytes, cell, compact, integer, number } from "../format.js";
@@ -17,13 +18,16 @@ const MOST_COMPARED = 8;
 const PAUSE = 5000;
 const RETURNS_EVERY = 6;
 const REQUESTS = 4;
+/** Most stores whose strongest change is shown. */
+const MOST_CHANGES = 12;
 
 export function title() {
   return "Stores";
 }
 
 /** @param {HTMLElement} root @param {import("../app.js").Context} context */
-export async function render(root, { server, query, setQuery, signal }) {
+export async function render(root, context) {
+  const { server, query, setQuery, signal } = context;
   if (!server.stores.length) {
     replace(
       root,
@@ -44,6 +48,7 @@ export async function render(root, { server, query, setQuery, signal }) {
   /** @type {Map<string, any>} */
   const known = new Map();
   const list = h("div");
+  const changes = h("section");
   const compare = h("div.row");
   const count = h("span.soft");
   const search = h("input", {
@@ -59,7 +64,13 @@ export async function render(root, { server, query, setQuery, signal }) {
       });
     }),
   });
-  replace(root, h("div.heading", null, h("h1", null, "Stores"), count), h("div.row", null, search, compare), list);
+  replace(
+    root,
+    h("div.heading", null, h("h1", null, "Stores"), count),
+    h("div.row", null, search, compare),
+    list,
+    changes,
+  );
 
   const names = () => server.stores.filter((name) => name.toLowerCase().includes(search.value.trim().toLowerCase()));
   const draw = () => {
@@ -184,6 +195,7 @@ export async function render(root, { server, query, setQuery, signal }) {
     await Promise.all(Array.from({ length: REQUESTS }, work));
   };
   await repeat(PAUSE, look, signal);
+  drawFirstChanges(changes, names().slice(0, MOST_CHANGES), context);
 }
 
 /** @param {string} name @param {boolean} withReturns @param {AbortSignal} signal */
