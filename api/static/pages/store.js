@@ -5,6 +5,7 @@ import { storeHref } from "../addresses.js";
 import { getJson, isHandled, storePath } from "../client.js";
 import { histogram, histogramData, lineChart } from "../chart.js";
 import { announce, choice, emptyState, errorState, h, refresh, replace } from "../dom.js";
+import { drawGroups } from "../groups.js";
 import { bytes, cell, compact, duration, integer, number, time } from "../format.js";
 import { repeat, watch } from "../live.js";
 import {
@@ -56,6 +57,7 @@ export async function render(root, context) {
     root,
     head,
     series,
+    drawGroups(context),
     h("div.grid", null, ages.element, priorities.element, sampled.element),
     h(
       "div.split",
