@@ -111,7 +111,7 @@ class Proxy:
 
     async def close(self) -> None:
         """Close the connections to the upstream, and finish writing rows; before the store is closed."""
-        self._upstream.close()
+        await self._upstream.close()
         await asyncio.get_running_loop().run_in_executor(None, self._writer.shutdown)
         if self._recorder is not None:
             self._recorder.close()
@@ -181,7 +181,7 @@ class Proxy:
         try:
             yield answer
         finally:
-            answer.close()
+            await answer.close()
 
     async def _run(
         self, call: Call, target: bytes, sent: list[Header], scope: Scope, receive: Receive, send: Send
