@@ -397,6 +397,21 @@ def test_settings_and_stores_that_cannot_record_are_refused(tmp_path: Path) -> N
         expstore.api.create_app(Settings(path=tmp_path, capture=capture))
 
 
+def test_serve_records_calls_as_capture_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, url = list[Settings](), "http://a/v1"
+    monkeypatch.setattr("expstore.api.server.serve", lambda settings, **_: made.append(settings))
+    options = ["--on-error", "pass", "--omit", "messages", "--omit", "tools", "--ask-logprobs"]
+    path = str(tmp_path / "run.exp")
+    assert run(["capture", path, "--upstream", url, *options]) == 0
+    assert run(["serve", path, "--capture", url, *options]) == 0
+    assert run(["serve", path, "--capture", url]) == 0
+    chosen = Capture(upstream=url, on_error="pass", omit=("messages", "tools"), ask_logprobs=True)
+    assert [one.capture for one in made] == [chosen, chosen, Capture(upstream=url)]
+    for option in (["--on-error", "pass"], ["--omit", "tools"], ["--ask-logprobs"]):
+        assert run(["serve", path, *option]) == 2
+    assert len(made) == 3
+
+
 _CURL = ["curl", "-sN", "--data-binary", "@-"]
 _FETCH = """
 const body = require("fs").readFileSync(0);
