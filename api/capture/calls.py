@@ -136,7 +136,7 @@ def _take_choice(answer: dict[str, Any], found: dict[str, Any], *, is_whole: boo
         (answer, "prompt_token_ids", "prompt_token_ids"),  # vLLM
         (first, "prompt_token_ids", "prompt_token_ids"),  # SGLang
     ):
-        if isinstance(ids := holder.get(name), list) and all(type(one) is int for one in ids):
+        if isinstance(ids := holder.get(name), list) and all(map(_is_token, ids)):
             found[field] = holder.pop(name)
     logprobs = first.get("logprobs")
     if isinstance(logprobs, dict) and isinstance(logprobs.get("content"), list):
@@ -164,15 +164,21 @@ def _take_output(answer: dict[str, Any], found: dict[str, Any], *, is_whole: boo
 
 
 def _take_logprobs(content: list[Any], found: dict[str, Any]) -> None:
-    if content and all(
-        isinstance(one, dict) and isinstance(one.get("logprob"), int | float) for one in content
-    ):
+    if content and all(isinstance(one, dict) and _is_number(one.get("logprob")) for one in content):
         found["logprobs"] = [float(one["logprob"]) for one in content]
         found["token_texts"] = [str(one.get("token", "")) for one in content]
 
 
 def _whole(value: Any) -> int:
     return value if type(value) is int and 0 <= value < 1 << 62 else 0
+
+
+def _is_token(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 31
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) < 1 << 53)
 
 
 def _text(value: Any) -> str | None:

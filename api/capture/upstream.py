@@ -1,8 +1,7 @@
 """Connections to the server of a language model: HTTP/1.1, kept open between requests.
 
-Used by the proxy, whose calls must not become slower: httpx takes a millisecond of CPU for each call, the
-connections below it take half of that. They change no bytes, follow no redirects, keep no cookies, and read no
-proxies from the environment.
+Used by the proxy, whose calls must not become slower: httpx takes a millisecond more for each than httpcore,
+on which it is built. It changes no bytes, follows no redirects, keeps no cookies, and uses no proxies.
 """
 
 from __future__ import annotations
