@@ -25,7 +25,7 @@ _CHARACTERS = 4 << 20
 _LISTS = frozenset({"list<string>", "large_list<string>", "list<large_string>", "large_list<large_string>"})
 
 
-class Turn(BaseModel):
+class RowMessages(BaseModel):
     """The messages of a row."""
 
     step: int = Field(description="Its step.")
@@ -41,7 +41,7 @@ class Conversation(BaseModel):
         json_schema_extra={
             "examples": [
                 {
-                    "turns": [
+                    "rows": [
                         {"step": 0, "shared": 0, "like": None, "messages": ['{"role":"user","content":"Hi"}']}
                     ],
                     "next": None,
@@ -50,7 +50,7 @@ class Conversation(BaseModel):
         }
     )
 
-    turns: list[Turn] = Field(description="Rows that are in the store, by step.")
+    rows: list[RowMessages] = Field(description="Rows that are in the store, by step.")
     next: int | None = Field(description="The step with which the next request starts; null: there is none.")
 
 
@@ -76,7 +76,7 @@ def read_conversation(
         place = _place_of(storage.require_schema(), name)
         ids, steps = steps_of_episode(storage, episode)
         first = int(np.searchsorted(steps, start))
-        tree, turns, size = _Tree(), list[Turn](), 0
+        tree, rows, size = _Tree(), list[RowMessages](), 0
         earlier = np.flatnonzero(steps[:first] == known)
         for row, texts in _read_lists(storage, ids[earlier], place):
             tree.add(int(steps[earlier][row]), texts)
@@ -84,11 +84,11 @@ def read_conversation(
         for row, texts in _read_lists(storage, ids[first : first + count], place):
             step = int(chosen[row])
             if size >= _CHARACTERS:
-                return Conversation(turns=turns, next=step)
+                return Conversation(rows=rows, next=step)
             shared, like = tree.add(step, texts)
-            turns.append(Turn(step=step, shared=shared, like=like, messages=texts[shared:]))
+            rows.append(RowMessages(step=step, shared=shared, like=like, messages=texts[shared:]))
             size += sum(len(text or "") for text in texts[shared:])
-        return Conversation(turns=turns, next=int(following[0]) if following.size else None)
+        return Conversation(rows=rows, next=int(following[0]) if following.size else None)
 
     return read_stable(storage, read)
 

@@ -433,12 +433,12 @@ def test_the_queries_of_the_page_run(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "capture.md").read_text()
     block = re.sub("(?m)^--.*$", "", page.partition("```sql\n")[2].partition("```")[0])
     with FakeUpstream() as upstream, _proxy(tmp_path, upstream.url) as (serving, rb):
-        for episode, turns in (("e1", 1), ("e2", 3)):
-            for _ in range(turns):
+        for episode, count in (("e1", 1), ("e2", 3)):
+            for _ in range(count):
                 body = {"model": "fake", "messages": [{"role": "tool", "content": f"Error: {episode}"}]}
                 post(f"{serving.url}/episodes/{episode}/v1/{CHAT}", json=body)
             post(f"{serving.url}/episodes/{episode}/v1/{CHAT}", json=_chat("500"))
-            _act(serving, "end", {"reward": turns}, episode)
+            _act(serving, "end", {"reward": count}, episode)
         tokens, rewards, latency, errors = (
             sorted(rb.sql(query).fetchall(), key=str) for query in block.split(";") if query.strip()
         )

@@ -25,18 +25,18 @@ def _write(folder: Path, rows: list[list[str]], kind: Any) -> None:
 
 
 def _read(client: httpx.Client, **params: Any) -> tuple[dict[int, list[str]], list[dict[str, Any]]]:
-    """Return the whole list of each row, and the turns of all answers; asks until there is no next one."""
-    whole, turns, start = dict[int, list[str]](), list[dict[str, Any]](), 0
+    """Return the whole list of each row, and the rows of all answers; asks until there is no next one."""
+    whole, rows, start = dict[int, list[str]](), list[dict[str, Any]](), 0
     while start is not None:
         known = {"known": start - 1} if start else {}
         answer = client.get(_ROUTE, params={"start": start, **known, **params})
         assert answer.status_code == 200, answer.text
-        for turn in answer.json()["turns"]:
-            begin = [] if turn["like"] is None else whole[turn["like"]][: turn["shared"]]
-            whole[turn["step"]] = begin + turn["messages"]
-            turns.append(turn)
+        for row in answer.json()["rows"]:
+            begin = [] if row["like"] is None else whole[row["like"]][: row["shared"]]
+            whole[row["step"]] = begin + row["messages"]
+            rows.append(row)
         start = answer.json()["next"]
-    return whole, turns
+    return whole, rows
 
 
 @pytest.mark.parametrize("kind", [Continued(str), pa.list_(pa.string())])
@@ -54,10 +54,10 @@ def test_lists_are_sent_once_and_can_be_put_together(
     _write(tmp_path, rows, kind)
     monkeypatch.setattr(messages, "_CHARACTERS", 100)
     with api_client(tmp_path) as client:
-        whole, turns = _read(client, count=count)
+        whole, answered = _read(client, count=count)
         assert whole == dict(enumerate(rows))
         if count == 256:
-            sent = [text for turn in turns for text in turn["messages"]]
+            sent = [text for row in answered for text in row["messages"]]
             assert len(sent) < len(set(sent)) * 2, (
                 "only what is older than the row before an answer comes again"
             )

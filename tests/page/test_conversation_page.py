@@ -17,7 +17,7 @@ from tests.support.servers import Serving
 pytestmark = pytest.mark.slow  # in a browser
 
 Open = Callable[..., Visit]
-_TURN = ".turn[data-step='{}']"
+_ROW = ".turn[data-step='{}']"
 
 
 @pytest.fixture(scope="module")
@@ -43,18 +43,18 @@ def test_from_the_worst_group_to_its_messages_in_three_clicks(visit: Open, calls
     expect(groups).to_have_text(["task-2", "task-1", "task-0"])
     groups.first.click()
     page.click("[aria-label=Episodes] tbody tr:first-child td:first-child a")
-    expect(page.locator(_TURN.format(3))).to_be_visible()
+    expect(page.locator(_ROW.format(3))).to_be_visible()
     assert page.evaluate("location.hash").startswith("#/stores/calls/episodes/6?"), (
         "the lowest return of both"
     )
     expect(page.locator("main dl").first).to_contain_text("task-2 (complete, mean return 0.125)")
-    said = [page.locator(_TURN.format(step)).inner_text() for step in range(6)]
+    said = [page.locator(_ROW.format(step)).inner_text() for step in range(6)]
     for step, text in enumerate(("Unanswered", "Status 429: slow down", "calls add", "result of add")):
         assert text in said[step]
     assert said[1].count("user") == 0, "a message is shown once"
     assert "A fork of step 3 after 1 of its 5 messages" in said[4]
     assert "terminated" in said[5]
-    expect(page.locator(f"{_TURN.format(3)} .token")).to_have_text(["It is", " 7", ". ", HOSTILE[0]])
+    expect(page.locator(f"{_ROW.format(3)} .token")).to_have_text(["It is", " 7", ". ", HOSTILE[0]])
     colours = page.eval_on_selector_all(".token", "all => all.map((one) => one.style.backgroundColor)")
     assert len(set(colours)) == 4
     expect(page.locator("section[aria-labelledby=calls-title]")).to_contain_text("Without a good answer")
@@ -67,29 +67,29 @@ def test_from_the_worst_group_to_its_messages_in_three_clicks(visit: Open, calls
     page.click("text=As steps")
     page.wait_for_selector("text=Values at step 0")
     page.click("text=As a conversation")
-    expect(page.locator(_TURN.format(0))).to_be_visible()
+    expect(page.locator(_ROW.format(0))).to_be_visible()
     assert (tab.errors, tab.foreign) == ([], [])
 
 
-def test_a_long_conversation_is_sent_and_shown_once(visit: Open, calls: Serving) -> None:
+def test_a_long_conversation_is_sent_once(visit: Open, calls: Serving) -> None:
     tab = visit(url=calls.url)
     sizes = list[int]()
     tab.page.on(
         "response", lambda answer: sizes.append(len(answer.body())) if "/messages?" in answer.url else None
     )
     page = tab.open("/stores/calls/episodes/7")
-    expect(page.locator(_TURN.format(63))).to_contain_text("answer 63")
+    expect(page.locator(_ROW.format(63))).to_contain_text("answer 63")
     expect(page.locator(".turn")).to_have_count(64)
     assert len(sizes) == 1
     assert sizes[0] < 200_000, "the rows have 6.4 MB"
-    assert len(page.locator(_TURN.format(0)).inner_text()) < 5000
+    assert len(page.locator(_ROW.format(0)).inner_text()) < 5000
     page.click("text=Show all 100,000 characters")
-    assert len(page.locator(_TURN.format(0)).inner_text()) > 100_000
+    assert len(page.locator(_ROW.format(0)).inner_text()) > 100_000
     rb = calls.app.state.stores.get("calls").rb
     rb.extend(
         build_row({"messages": [message("user", "anew")], "event": "call"}), source="long", session="long"
     )
-    expect(page.locator(_TURN.format(64))).to_contain_text("A new conversation")
+    expect(page.locator(_ROW.format(64))).to_contain_text("A new conversation")
     assert tab.errors == []
 
 
@@ -102,11 +102,11 @@ def test_a_conversation_of_many_rows_is_read_in_parts(visit: Open, calls: Servin
     expect(page.locator(".turn")).to_have_count(256)
     page.click("text=Show the next rows")
     expect(page.locator(".turn")).to_have_count(300)
-    expect(page.locator(_TURN.format(256))).to_have_text("Step 256usermessage 256.")
+    expect(page.locator(_ROW.format(256))).to_have_text("Step 256usermessage 256.")
 
 
 def test_any_field_of_messages_is_a_conversation(visit: Open, calls: Serving) -> None:
     page = visit(url=calls.url).open("/stores/plain/episodes/1")
-    expect(page.locator(_TURN.format(0))).to_contain_text("plain text")
-    expect(page.locator(_TURN.format(1))).to_contain_text("no JSON")
+    expect(page.locator(_ROW.format(0))).to_contain_text("plain text")
+    expect(page.locator(_ROW.format(1))).to_contain_text("no JSON")
     wait_until(page, "document.querySelectorAll('.turn').length === 2")

@@ -71,10 +71,10 @@ export function drawConversation({ params, signal }, episode, fields) {
       const path = storePath(params.store, `/episodes/${episode.episode_id}/messages`);
       const last = thread.last === null ? {} : { known: thread.last };
       const answer = await getJson(path, { query: { field, start, count: ROWS, ...last }, signal });
-      const first = answer.turns[0]?.step ?? start;
-      const count = (answer.turns.at(-1)?.step ?? first) - first + 1;
+      const first = answer.rows[0]?.step ?? start;
+      const count = (answer.rows.at(-1)?.step ?? first) - first + 1;
       const { missing, columns } = await loadColumns(params.store, episode.episode_id, names, first, count, signal);
-      for (const turn of answer.turns) {
+      for (const turn of answer.rows) {
         const at = turn.step - first - missing;
         const row = Object.fromEntries(names.map((name) => [name, columns[name]?.[at] ?? null]));
         const { relation, messages } = thread.add(turn);
