@@ -179,7 +179,7 @@ def serve(
 
     if capture_url is None and (on_error != "fail" or omit or ask_logprobs):
         raise typer.BadParameter(
-            "--on-error, --omit and --ask-logprobs say how calls are recorded", param_hint="without --capture"
+            "it is missing, and --on-error, --omit and --ask-logprobs need it", param_hint="--capture"
         )
     settings = Settings(
         path=path, token=_read(token_file), read_token=_read(read_token_file), read_only=read_only,
