@@ -21,6 +21,8 @@ _EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 _LAST_TYPES = frozenset({"response.completed", "response.failed", "response.incomplete"})
 #: Keys whose texts are not joined when pieces of a message are.
 _WHOLE = frozenset({"id", "type", "role", "name", "object", "model", "finish_reason"})
+#: Keys of a message that come first.
+_FIRST = {"role": 0, "content": 1}
 #: A request's body that is no JSON is stored up to this many characters.
 _MOST_TEXT = 100_000
 
@@ -52,18 +54,26 @@ def decode(body: bytes, encoding: str) -> bytes:
 def message_text(message: Any) -> str:
     """Return a message as JSON in one form: an answer, and its copy in the next request, are equal.
 
-    Keys whose value is null or an empty list are left out; `role` and `content` come first, the others by
-    name.
+    Clients copy answers through classes of their own, which order keys anew and add or drop empty ones. So
+    in a message, in its parts and in their objects, keys whose value is null or an empty list are left out,
+    and keys are sorted; `role` and `content` come first. What is nested more deeply, such as the arguments of
+    a tool, is not changed.
 
     >>> from expstore.api.capture.calls import message_text
     >>> message_text({"refusal": None, "tool_calls": [], "content": "4", "role": "assistant"})
     '{"role":"assistant","content":"4"}'
     """
-    if not isinstance(message, dict):
-        return dump(message)
-    names = sorted(message, key=lambda name: (("role", "content").index(name) if name in ("role", "content")
-                                              else 2, name))  # fmt: skip
-    return dump({name: message[name] for name in names if message[name] not in (None, [])})
+    return dump(_order(message, 3))
+
+
+def _order(value: Any, levels: int) -> Any:
+    """Return a value whose objects down to some level have sorted keys, and no empty ones."""
+    if isinstance(value, list):
+        return [_order(item, levels) for item in value] if levels else value
+    if not isinstance(value, dict) or not levels:
+        return value
+    names = sorted(value, key=lambda name: (_FIRST.get(name, 2), name))
+    return {name: _order(value[name], levels - 1) for name in names if value[name] not in (None, [])}
 
 
 def parse_request(path: str, body: bytes) -> dict[str, Any]:
@@ -87,7 +97,7 @@ def parse_request(path: str, body: bytes) -> dict[str, Any]:
     return {
         "model": str(asked.get("model", "")),
         "messages": list(map(message_text, messages)) if isinstance(messages, list) else [],
-        "tools": list(map(message_text, tools)) if isinstance(tools, list) else [],
+        "tools": list(map(dump, tools)) if isinstance(tools, list) else [],
         "request": dump(asked),
     }
 
@@ -126,7 +136,7 @@ def _take_choice(answer: dict[str, Any], found: dict[str, Any], *, is_whole: boo
         (answer, "prompt_token_ids", "prompt_token_ids"),  # vLLM
         (first, "prompt_token_ids", "prompt_token_ids"),  # SGLang
     ):
-        if isinstance(ids := holder.get(name), list) and all(type(one) is int for one in ids):
+        if isinstance(ids := holder.get(name), list) and all(map(_is_token, ids)):
             found[field] = holder.pop(name)
     logprobs = first.get("logprobs")
     if isinstance(logprobs, dict) and isinstance(logprobs.get("content"), list):
@@ -154,15 +164,21 @@ def _take_output(answer: dict[str, Any], found: dict[str, Any], *, is_whole: boo
 
 
 def _take_logprobs(content: list[Any], found: dict[str, Any]) -> None:
-    if content and all(
-        isinstance(one, dict) and isinstance(one.get("logprob"), int | float) for one in content
-    ):
+    if content and all(isinstance(one, dict) and _is_number(one.get("logprob")) for one in content):
         found["logprobs"] = [float(one["logprob"]) for one in content]
         found["token_texts"] = [str(one.get("token", "")) for one in content]
 
 
 def _whole(value: Any) -> int:
     return value if type(value) is int and 0 <= value < 1 << 62 else 0
+
+
+def _is_token(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 31
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) < 1 << 53)
 
 
 def _text(value: Any) -> str | None:

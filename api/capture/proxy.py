@@ -13,7 +13,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -32,7 +32,7 @@ from expstore.api.errors import Refusal
 from expstore.api.gateway import RELAY
 from expstore.api.settings import Capture
 from expstore.api.stores import Stores
-from expstore.episodes.facts import TRAIN, check_split
+from expstore.episodes.facts import TRAIN, check_split, pack_info
 from expstore.errors import ExpStoreError, StateError
 
 _log = logging.getLogger("expstore.api")
@@ -111,7 +111,7 @@ class Proxy:
 
     async def close(self) -> None:
         """Close the connections to the upstream, and finish writing rows; before the store is closed."""
-        self._upstream.close()
+        await self._upstream.close()
         await asyncio.get_running_loop().run_in_executor(None, self._writer.shutdown)
         if self._recorder is not None:
             self._recorder.close()
@@ -123,9 +123,7 @@ class Proxy:
         asked = _parse_asked(headers, query, scope["path_params"].get("episode"))
         target, path = self._target(scope)
         sent = [
-            (name, value)
-            for name, value in scope["headers"]
-            if name not in _NOT_SENT and not name.startswith(_OWN.encode())
+            one for one in _end_to_end(scope["headers"], _NOT_SENT) if not one[0].startswith(_OWN.encode())
         ]
         if scope["method"] == "POST" and path in calls.RECORDED:
             call = Call(path, bytes(await read_body(Request(scope, receive))), asked)
@@ -141,7 +139,10 @@ class Proxy:
         """
         raw: bytes = scope.get("raw_path") or scope["path"].encode()
         tail = raw.removeprefix(scope.get("root_path", "").encode()).partition(b"/v1/")[2]
-        if any(unquote(part.decode("latin-1")) in (".", "..") for part in re.split(rb"/|%2[fF]", tail)):
+        text = tail.decode("latin-1")
+        while (decoded := unquote(text)) != text:  # servers differ in what they decode, and how often
+            text = decoded
+        if any(part.partition(";")[0] in (".", "..") for part in re.split(r"[/\\]", text)):
             raise Refusal(400, "the path has a part '.' or '..'", kind="path", hint="send the path itself")
         parts = scope["query_string"].split(b"&")
         query = b"&".join(part for part in parts if not part.lower().startswith(_OWN.encode()))
@@ -181,7 +182,7 @@ class Proxy:
         try:
             yield answer
         finally:
-            answer.close()
+            await answer.close()
 
     async def _run(
         self, call: Call, target: bytes, sent: list[Header], scope: Scope, receive: Receive, send: Send
@@ -365,8 +366,15 @@ class _Exchange:
 
 def _start_of(answer: Answer) -> dict[str, Any]:
     """Return the message with the status and the headers of an answer."""
-    headers = [one for one in answer.headers if one[0] not in _NOT_RETURNED]
+    headers = _end_to_end(answer.headers, _NOT_RETURNED)
     return {"type": "http.response.start", "status": answer.status, "headers": headers}
+
+
+def _end_to_end(headers: Iterable[Header], others: Set[bytes]) -> list[Header]:
+    """Return headers without some others, and without those that `Connection` names."""
+    listed = [value for name, value in headers if name == b"connection"]
+    named = {part.strip().lower() for value in listed for part in value.split(b",")}
+    return [one for one in headers if one[0] not in others and one[0] not in named]
 
 
 async def _body_of(receive: Receive) -> AsyncIterator[bytes]:
@@ -407,6 +415,7 @@ def _parse_asked(headers: Headers, query: dict[str, list[str]], episode: str | N
     try:
         known = json.loads(facts or "{}")
         split = check_split(find("split") or TRAIN)
+        pack_info(known if isinstance(known, dict) else {}, split)
     except (ValueError, RecursionError, ExpStoreError) as exc:
         raise Refusal(
             400, f"facts or split: {exc}", hint="facts are a JSON object, a split is a name"

@@ -27,6 +27,7 @@ from expstore.api.dependencies import (
 from expstore.api.errors import Refusal
 from expstore.api.openapi import Need
 from expstore.api.page.episode_rows import Steps, read_fields, read_frames
+from expstore.api.page.messages import Conversation, read_conversation
 from expstore.api.page.summary import Summary
 from expstore.api.request_models import Items, RequestModel
 from expstore.api.rows import answer_rows, check_ids
@@ -205,6 +206,27 @@ async def trajectory(
         return answer
 
     return await store.run(read)
+
+
+@router.get("/stores/{name}/episodes/{episode}/messages", summary="Read a conversation", responses=problems())
+async def messages(
+    store: Store,
+    episode: EpisodeId,
+    field: Annotated[
+        str, Query(max_length=1000, description="Name of the field, which has lists of texts.")
+    ] = "messages",
+    start: Start = 0,
+    count: Annotated[int, Query(ge=1, le=1024, description="Most rows of the answer.")] = 256,
+    known: Annotated[
+        int | None,
+        Query(ge=0, lt=1 << 62, description="A step before `start` whose messages are not sent again."),
+    ] = None,
+) -> Conversation:
+    """Return the messages of an episode once: of each row, those that no earlier row of the answer has.
+
+    An answer ends with the row that reaches 4 MB; `next` says where the next one starts.
+    """
+    return await store.run(lambda: read_conversation(store.rb.storage, episode, field, start, count, known))
 
 
 _FRAME_HEADERS = {

@@ -27,7 +27,7 @@ from expstore.errors import StateError, StorageError
 
 if TYPE_CHECKING:
     from expstore.api.server import Listening
-    from expstore.api.settings import Settings
+    from expstore.api.settings import Capture, Settings
 
 #: Names in a file of limits: fields of `expstore.api.settings.Settings`.
 LIMITS = {
@@ -169,17 +169,25 @@ def serve(
             help="Also record calls of agents to the language model at this address, as expstore capture.",
         ),
     ] = None,
+    on_error: _OnError = "fail",
+    omit: _Omit = None,
+    ask_logprobs: _Ask = False,
     access_log: _Log = False,
     as_json: _AsJson = False,
 ) -> int:
     """Serve stores over HTTP."""
-    from expstore.api.settings import Capture, Settings
+    from expstore.api.settings import Settings
 
+    if capture_url is None and (on_error != "fail" or omit or ask_logprobs):
+        raise typer.BadParameter(
+            "it is missing, and --on-error, --omit and --ask-logprobs need it", param_hint="--capture"
+        )
     settings = Settings(
         path=path, token=_read(token_file), read_token=_read(read_token_file), read_only=read_only,
         hosts=tuple(allow_host or ()), sql=not no_sql, ui=not no_ui, min_size=min_size,
         samples_per_insert=samples_per_insert, error_buffer=error_buffer,
-        capture=None if capture_url is None else Capture(upstream=capture_url), **_read_limits(limits),
+        capture=None if capture_url is None else _build_capture(capture_url, on_error, omit, ask_logprobs),
+        **_read_limits(limits),
     )  # fmt: skip
     return _serve(settings, host, port, access_log=access_log, as_json=as_json)
 
@@ -212,13 +220,12 @@ def capture(
     """Record the calls of agents to a language model: a proxy with the API of OpenAI."""
     import expstore
     from expstore.api.capture.recorder import store_settings
-    from expstore.api.settings import Capture, Settings
+    from expstore.api.settings import Settings
     from expstore.disk.files import ReadingDisk
 
-    made = Capture(upstream=upstream, on_error=on_error, omit=tuple(omit or ()), ask_logprobs=ask_logprobs)
     settings = Settings(
-        path=path, token=_read(token_file), hosts=tuple(allow_host or ()), capture=made,
-        **_read_limits(limits),
+        path=path, token=_read(token_file), hosts=tuple(allow_host or ()),
+        capture=_build_capture(upstream, on_error, omit, ask_logprobs), **_read_limits(limits),
     )  # fmt: skip
     disk = ReadingDisk()
     if not disk.exists(path):
@@ -226,6 +233,12 @@ def capture(
     elif group_size is not None:
         raise typer.BadParameter(f"{path} exists, and its groups have their size", param_hint="--group-size")
     return _serve(settings, host, port, access_log=access_log, as_json=as_json)
+
+
+def _build_capture(upstream: str, on_error: str, omit: list[str] | None, ask_logprobs: bool) -> Capture:
+    from expstore.api.settings import Capture
+
+    return Capture(upstream=upstream, on_error=on_error, omit=tuple(omit or ()), ask_logprobs=ask_logprobs)
 
 
 def _serve(settings: Settings, host: str, port: int, *, access_log: bool, as_json: bool) -> int:

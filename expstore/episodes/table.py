@@ -695,12 +695,15 @@ class EpisodeTable:
             source: The name that the user gave.
             session: Key of the session, which may have ended; None: all live sessions.
         """
+        if session is None:
+            chosen = [known for known in self._sessions.values() if not known.ended]
+        else:
+            chosen = [known] if (known := self._sessions.get(session)) else []
         return [
             number
-            for key, known in self._sessions.items()
-            if session == key or (session is None and not known.ended)
+            for known in chosen
             for name, number in known.named.items()
-            if stream_of(name) == source
+            if name.startswith(source) and stream_of(name) == source
         ]
 
     def sources_of_lanes(self, source: str | None, lanes: Collection[int], session: SessionKey) -> list[int]:

@@ -53,7 +53,7 @@ _SCHEMA = pa.schema(
 
 
 def build_row(values: Mapping[Any, Any], omit: Collection[str] = ()) -> pa.Table:
-    """Return a table of one row.
+    """Return a table of one row. Characters that UTF-8 does not have, halves of pairs, become U+FFFD.
 
     Args:
         values: Values by field; fields without one are empty.
@@ -62,8 +62,16 @@ def build_row(values: Mapping[Any, Any], omit: Collection[str] = ()) -> pa.Table
     columns = []
     for name, (_, kind, empty) in FIELDS.items():
         value = empty if name in omit else values.get(name, empty)
-        columns.append(pa.array([value], kind))
+        try:
+            columns.append(pa.array([value], kind))
+        except UnicodeEncodeError:
+            cleaned = list(map(_clean, value)) if isinstance(value, list) else _clean(value)
+            columns.append(pa.array([cleaned], kind))
     return pa.table(columns, _SCHEMA)
+
+
+def _clean(text: str) -> str:
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def describe_fields() -> dict[Any, Any]:

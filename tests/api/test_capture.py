@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import socket
 import subprocess
@@ -30,6 +31,7 @@ from expstore.cli.app import run
 from expstore.errors import ArgumentError, StateError, StorageError
 from tests.support import warm_processes
 from tests.support.fake_upstream import FakeUpstream, chat_events, response_events
+from tests.support.paths import ROOT
 from tests.support.servers import Serving
 from tests.support.waits import ManualClock, wait_until
 
@@ -116,7 +118,9 @@ def test_other_paths_are_passed_on_and_not_stored(tmp_path: Path) -> None:
                 assert found.json()["path"] == "/v1/models/a%2Fb?limit=2&q=%20"
                 assert found.headers["x-other"] == "1"
                 assert client.post(f"{url}/files", content=b"a" * 70_000).json()["bytes"] == 70_000
-            for tail in ("%2e%2e/admin", "a/%2E./b", "a%2f..%2fb"):
+            for tail in (
+                "%2e%2e/admin", "a/%2E./b", "a%2f..%2fb", "a\\..\\b", "..;/b", "%252e%252e/b", "..%5Cb",
+            ):  # fmt: skip
                 assert client.get(f"{serving.url}/v1/{tail}").status_code == 400
         assert all("x-expstore" not in head.lower() for head, _ in upstream.requests)
         assert _rows(rb, "*", "true") == []
@@ -159,6 +163,15 @@ def test_a_stream_is_split_into_the_same_bytes_however_it_arrives(
     assert stream.answer == at_once.answer
 
 
+def _reverse(value: Any) -> Any:
+    """Return JSON whose objects have their keys in another order, as those of clients' classes."""
+    if isinstance(value, list):
+        return [_reverse(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _reverse(value[name]) for name in reversed(value)}
+    return value
+
+
 def test_a_copy_of_an_answer_is_stored_once(tmp_path: Path) -> None:
     """An agent's loop: each request has all messages before; streamed and whole answers are equal."""
     with FakeUpstream() as upstream, _proxy(tmp_path, upstream.url) as (serving, rb):
@@ -175,7 +188,7 @@ def test_a_copy_of_an_answer_is_stored_once(tmp_path: Path) -> None:
             if not body["stream"]:
                 said = answer.json()["choices"][0]["message"]
                 assert message_text(said) == message_text(stored)
-                stored = {name: value for name, value in said.items() if value}  # as agents copy it
+                stored = _reverse({name: value for name, value in said.items() if value})  # as agents copy it
             tool = {"role": "tool", "tool_call_id": "t1", "content": "tool"}
             messages = [*messages, stored, tool]
         rows = _rows(rb, "messages, finish_reason, input_tokens, output_tokens, tools")
@@ -361,12 +374,39 @@ def test_what_a_client_says_of_an_episode_is_checked_before_its_call(tmp_path: P
     with FakeUpstream() as upstream, _proxy(tmp_path, upstream.url) as (serving, rb):
         for name, value in (
             ("episode", "a b"), ("episode", "x" * 101), ("policy-version", "-1"), ("facts", "[1]"),
-            ("facts", "{"), ("split", "a/b"),
+            ("facts", "{"), ("split", "a/b"), ("facts", '{"a": NaN}'), ("facts", '{"_group": 1}'),
+            ("facts", '{"a": "\\ud800"}'),
         ):  # fmt: skip
             headers = {f"x-expstore-{name}": value}
             assert post(f"{serving.url}/v1/{CHAT}", json=_chat("hi"), headers=headers).status_code == 400
         assert not upstream.requests
         assert len(rb) == 0
+
+
+def test_headers_of_one_connection_are_not_passed_on(tmp_path: Path) -> None:
+    with FakeUpstream() as upstream, _proxy(tmp_path, upstream.url) as (serving, _):
+        sent = {"Connection": "keep-alive, X-Hop", "X-Hop": "1", "X-End": "ü".encode(), "TE": "trailers"}
+        assert post(f"{serving.url}/v1/{CHAT}", json=_chat("hi"), headers=sent).status_code == 200
+        head = upstream.requests[0][0].lower()
+    assert "x-end: \xe3\xbc" in head, "in lower case"
+    assert not any(name in head for name in ("x-hop", "te:"))
+
+
+def test_odd_bodies_and_answers_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a pair of UTF-16, a number that is too large, JSON that nests deeply, and no JSON."""
+    odd = {"token_ids": [1 << 40], "logprobs": {"content": [{"token": "a", "logprob": 10**400}]}}
+    monkeypatch.setattr("tests.support.fake_upstream._ODD", odd)
+    chat = json.dumps(_chat("half a pair: \ud83d"))
+    with FakeUpstream() as upstream, _proxy(tmp_path, upstream.url) as (serving, rb):
+        url = f"{serving.url}/episodes/e1/v1/{CHAT}"
+        for body in (chat, json.dumps(_chat("odd")), chat[:-1] + ', "a": ' + "[" * 900 + "]" * 900 + "}"):
+            assert post(url, content=body.encode()).status_code == 200
+        assert post(url, content=b"{").status_code == 502
+        rows = _rows(rb, "outcome, messages[2]::JSON ->> 'content', token_ids, logprobs, response")
+    assert [row[0] for row in rows] == ["answered"] * 3 + ["failed"]
+    assert rows[0][1] == rows[2][1] == "half a pair: \ufffd"
+    assert rows[1][2:4] == ([], [])
+    assert json.loads(rows[1][4])["choices"][0]["token_ids"] == [1 << 40]
 
 
 def test_settings_and_stores_that_cannot_record_are_refused(tmp_path: Path) -> None:
@@ -386,6 +426,41 @@ def test_settings_and_stores_that_cannot_record_are_refused(tmp_path: Path) -> N
     app.state.stores.close()
     with pytest.raises(StateError):
         expstore.api.create_app(Settings(path=tmp_path, capture=capture))
+
+
+def test_the_queries_of_the_page_run(tmp_path: Path) -> None:
+    """A query for tokens, one for the reward by turns, for latency, and for errors of tools."""
+    page = (ROOT / "docs" / "capture.md").read_text()
+    block = re.sub("(?m)^--.*$", "", page.partition("```sql\n")[2].partition("```")[0])
+    with FakeUpstream() as upstream, _proxy(tmp_path, upstream.url) as (serving, rb):
+        for episode, count in (("e1", 1), ("e2", 3)):
+            for _ in range(count):
+                body = {"model": "fake", "messages": [{"role": "tool", "content": f"Error: {episode}"}]}
+                post(f"{serving.url}/episodes/{episode}/v1/{CHAT}", json=body)
+            post(f"{serving.url}/episodes/{episode}/v1/{CHAT}", json=_chat("500"))
+            _act(serving, "end", {"reward": count}, episode)
+        tokens, rewards, latency, errors = (
+            sorted(rb.sql(query).fetchall(), key=str) for query in block.split(";") if query.strip()
+        )
+    assert tokens == [(1, 9), (2, 27)]
+    assert rewards == [(1, 1, 1.0), (3, 1, 3.0)]
+    assert [row[0] for row in latency] == ["fake"]
+    assert errors == [(1, "Error: e1"), (2, "Error: e2")]
+
+
+def test_serve_records_calls_as_capture_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, url = list[Settings](), "http://a/v1"
+    monkeypatch.setattr("expstore.api.server.serve", lambda settings, **_: made.append(settings))
+    options = ["--on-error", "pass", "--omit", "messages", "--omit", "tools", "--ask-logprobs"]
+    path = str(tmp_path / "run.exp")
+    assert run(["capture", path, "--upstream", url, *options]) == 0
+    assert run(["serve", path, "--capture", url, *options]) == 0
+    assert run(["serve", path, "--capture", url]) == 0
+    chosen = Capture(upstream=url, on_error="pass", omit=("messages", "tools"), ask_logprobs=True)
+    assert [one.capture for one in made] == [chosen, chosen, Capture(upstream=url)]
+    for option in (["--on-error", "pass"], ["--omit", "tools"], ["--ask-logprobs"]):
+        assert run(["serve", path, *option]) == 2
+    assert len(made) == 3
 
 
 _CURL = ["curl", "-sN", "--data-binary", "@-"]
@@ -453,29 +528,27 @@ class _Client(threading.Thread):
                 self.answered.append(word)
 
 
-def _have_answers(clients: list[_Client], count: int) -> bool:
-    return sum(len(one.answered) for one in clients) >= count
-
-
 def _check_kills(tmp_path: Path, count: int, seed: int) -> None:
-    """Kill a proxy at random moments; compare its store with what clients saw."""
+    """Kill a proxy after random events of streams; compare its store with what clients saw.
+
+    The stream of that event has stopped; where the calls of the other clients are is left to chance.
+    """
     chance = random.Random(seed)
     path, seen = tmp_path / "run.exp", list[str]()
     sent = 0
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    with FakeUpstream(pause=0.002) as upstream:
+    with FakeUpstream() as upstream:
         command = [sys.executable, "-m", "expstore", "capture", str(path), "--upstream", upstream.url]
         for life in range(count):
             with warm_processes.Popen([*command, "--port", str(port)], stdout=subprocess.PIPE) as child:
                 try:
                     assert child.stdout is not None
                     assert child.stdout.readline()
+                    is_due = upstream.stop_after(chance.randrange(1, 250))
                     clients = [_Client(url, 3 * life + one) for one in range(3)]
-                    due = chance.randrange(1, 40)
-                    wait_until(partial(_have_answers, clients, due))
-                    threading.Event().wait(chance.random() * 0.03)
+                    assert is_due.wait(120)
                 finally:
                     child.kill()
                 child.wait()

@@ -42,6 +42,8 @@ PARTS = {
 }
 #: Its processes take seconds to start; docs/collecting.md has the same in `make test`.
 SLOW = "tutorials/collecting"
+#: Packages that a page needs and users may lack.
+NEEDS = {"tutorials/agent": "openai"}
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 #: Where the server of tutorials/serve.md listens.
 SERVER = "http://127.0.0.1:8420"
@@ -82,6 +84,8 @@ def test_a_page_runs_and_prints_what_it_says(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its blocks, one after another. A block of text is what was printed since the block of text before."""
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")
     page = (DOCS / f"{name}.md").read_text()
     if name in PARTS:
         begin, end = PARTS[name]

@@ -1,7 +1,7 @@
 """A fake server of a language model: a program of raw sockets, so that it can also break the rules.
 
-The content of a request's last message says how it answers: `die`, `hang`, `half`, `429`, `500`, or any other
-text, which is echoed. `python -m tests.support.fake_upstream PORT` runs it alone.
+The content of a request's last message says how it answers: `die`, `hang`, `half`, `429`, `500`, `odd`, or
+any other text, which is echoed. `python -m tests.support.fake_upstream PORT` runs it alone.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import json
 import socket
 import sys
 import threading
-import time
 from typing import Any, Self
 
+#: What a choice has, too, that answers the word `odd`.
+_ODD: dict[str, Any] = {}
 #: Number of chunks of a streamed answer.
 CHUNKS = 6
 
@@ -22,14 +23,13 @@ class FakeUpstream:
 
     Args:
         port: The port; 0: a free one.
-        pause: Seconds between two chunks of a stream.
     """
 
-    def __init__(self, port: int = 0, pause: float = 0.0) -> None:
+    def __init__(self, port: int = 0) -> None:
         self._listener = socket.create_server(("127.0.0.1", port), backlog=512)
         self.port = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}/v1"
-        self.pause = pause
+        self._lock, self._left, self._reached = threading.Lock(), 0, threading.Event()
         #: Head and body of each request.
         self.requests: list[tuple[str, bytes]] = []
         self.has_ended = threading.Event()
@@ -42,6 +42,20 @@ class FakeUpstream:
         self.has_ended.set()
         self._listener.shutdown(socket.SHUT_RDWR)  # ends `accept` of the other thread
         self._listener.close()
+
+    def stop_after(self, count: int) -> threading.Event:
+        """Return what is set when `count` more events of streams were sent; the last stream then stops."""
+        with self._lock:
+            self._left, self._reached = count, threading.Event()
+            return self._reached
+
+    def _count_event(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._left -= 1
+            is_last = self._left == 0
+        if is_last:
+            self._reached.set()
+            connection.recv(1)  # until the other side is gone
 
     def _accept(self) -> None:
         while True:
@@ -60,7 +74,7 @@ class FakeUpstream:
                     self.requests.append((head, body))
                     if not self._answer(connection, head, body):
                         return
-        except OSError:
+        except (OSError, ValueError):  # the body is no JSON
             return
 
     def _answer(self, connection: socket.socket, head: str, body: bytes) -> bool:
@@ -103,8 +117,7 @@ class FakeUpstream:
             events = [*events[:2], events[2][:9]]
         for event in events:
             connection.sendall(b"%x\r\n%s\r\n" % (len(event), event))
-            if self.pause:
-                time.sleep(self.pause)
+            self._count_event(connection)
         if word == "half":
             return False
         connection.sendall(b"0\r\n\r\n")
@@ -120,6 +133,8 @@ def chat_answer(word: str, asked: dict[str, Any]) -> dict[str, Any]:
         message |= {"content": None, "tool_calls": [{"id": "t1", "type": "function", "function": function}]}
         reason = "tool_calls"
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
+    if word == "odd":
+        choice |= _ODD
     answer = {
         "id": "c1", "object": "chat.completion", "created": 1, "model": "fake", "choices": [choice],
         "usage": {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9}, "unknown_field": [1],

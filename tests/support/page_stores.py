@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from tensordict import TensorDict
 
 import expstore
+from expstore.api.capture.recorder import store_settings
+from expstore.wire.call_rows import build_row
 
 #: Texts that run, break out of attributes, reverse the text around them, or are too long.
 HOSTILE = (
@@ -92,3 +95,41 @@ def _answers(prompt: str, answers: list[str]) -> TensorDict:
         "next": {"reward": torch.ones(count, 1), "terminated": ends, "truncated": torch.zeros_like(ends)},
     }  # fmt: skip
     return TensorDict(rows, [count])
+
+
+def build_calls(path: Path) -> None:
+    """Make a store of calls of an agent: three groups of two episodes; the mean return of `task-2` is lowest.
+
+    The calls of an episode: unanswered, refused, a tool's call, the answer with tokens, and a fork. Episode 7
+    is open and long: 64 calls, whose first message has 100 kB.
+    """
+    with expstore.open(path, **store_settings(2)) as rb:
+        for number in range(6):
+            group = f"task-{number // 2}"
+            add = {"name": "add", "arguments": json.dumps({"a": number, "b": 2})}
+            asks = [message("system", "Use the tool. " * 60), message("user", f"{number} + 2? {HOSTILE[0]}")]
+            called = message(
+                "assistant", "So:", tool_calls=[{"id": "t1", "type": "function", "function": add}]
+            )
+            tool = message("tool", f"{number + 2} {HOSTILE[1]}", tool_call_id="t1")
+            tokens = ["It is", f" {number + 2}", ". ", HOSTILE[0]]
+            for row in (
+                {"messages": asks, "outcome": "unanswered"},
+                {"messages": asks, "status": 429, "error": f"slow down {HOSTILE[0]}", "retry": 1},
+                {"messages": [*asks, called], "status": 200, "finish_reason": "tool_calls"},
+                {"messages": [*asks, called, tool, message("assistant", "".join(tokens))], "status": 200,
+                 "token_texts": tokens, "logprobs": [-0.1, -2.0, -0.3, -4.0], "seconds": 0.5},
+                {"messages": [*asks[:1], message("user", "again"), message("assistant", "Yes.")]},
+                {"event": "end", ("next", "reward"): (5.0 - number) / 4, ("next", "terminated"): True},
+            ):  # fmt: skip
+                about = {"event": "call", "outcome": "answered", "model": HOSTILE[3], "group": group}
+                rb.extend(build_row(about | row), source=f"{group}-{number % 2}", session=f"s{number}")
+        asks = [message("user", "x" * 100_000)]
+        for number in range(64):
+            asks = [*asks, message("assistant", f"answer {number}"), message("user", f"question {number}")]
+            rb.extend(build_row({"event": "call", "messages": asks[:-1]}), source="long", session="long")
+
+
+def message(role: str, content: str, **more: Any) -> str:
+    """Return a message of a chat completion as JSON."""
+    return json.dumps({"role": role, "content": content, **more})

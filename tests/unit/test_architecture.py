@@ -31,6 +31,7 @@ HOME_OF_LIBRARY: dict[str, set[str]] = {
     "gymnasium": {"cli", "collectors", "gym", "sb3", "specs"},
     "h11": {"api"},
     "h5py": {"exchange"},
+    "httpcore": {"api"},
     "httpx": {"api", "datasets", "remote"},  # api: the page over shards asks their servers
     "llvmlite": {"kernels"},
     "matplotlib": {"plot"},

@@ -6,13 +6,16 @@ import { getJson, storePath } from "../client.js";
 import { debounce, emptyState, errorState, h, replace } from "../dom.js";
 import { FILTER, getEpisode, hasFilter, neighbourOf, readFilter, writeFilter } from "../episode_data.js";
 import { integer, number, time } from "../format.js";
+import { groupHref, groupOf } from "../groups.js";
 import { watch } from "../live.js";
 import { createPlayer } from "../player.js";
 import { drawSelections } from "../selections.js";
 import { facts as factList } from "../table.js";
 import { drawCharts } from "./episode/charts.js";
+import { drawConversation } from "./episode/conversation.js";
 import { drawFacts } from "./episode/facts.js";
 import { elementsOf } from "./episode/fields.js";
+import { findMessages } from "./episode/messages.js";
 import { loadColumns, RowCache } from "./episode/rows.js";
 import { drawTexts } from "./episode/texts.js";
 import { drawValues } from "./episode/values.js";
@@ -31,7 +34,7 @@ export function title(params) {
 
 /** @param {HTMLElement} root @param {Context} context */
 export async function render(root, context) {
-  const { params, query, signal } = context;
+  const { params, query, server, signal } = context;
   const { store } = params;
   const id = Number(params.episode);
   const filter = readFilter(query);
@@ -47,7 +50,16 @@ export async function render(root, context) {
   }
   const header = h("div");
   const about = h("div.card");
-  const drawAbout = () => replace(about, factList(describe(episode, store)));
+  const hasMessages = findMessages(summary.fields) !== null;
+  const asSteps = !hasMessages || query.get("view") === "steps";
+  /** @type {[string, any][]} */
+  const added = [];
+  const drawAbout = () => replace(about, factList([...describe(episode, store), ...added]));
+  if (hasMessages) {
+    const address = storeHref(store, `/episodes/${id}`, { ...writeFilter(filter), view: asSteps ? "" : "steps" });
+    added.push(["View", h("a", { href: address }, asSteps ? "As a conversation" : "As steps")]);
+    if (server.sql) addGroup(added, store, id, signal).then(drawAbout, () => {});
+  }
   replace(root, header, about);
   drawAbout();
   drawHeader(header, context, episode, filter, list);
@@ -57,15 +69,8 @@ export async function render(root, context) {
     root.append(emptyState("The rows of this episode have left the store.", hint), ...facts);
     return;
   }
-  const steps = drawSteps(context, episode, summary.fields);
-  root.append(
-    h(
-      "div.episode",
-      null,
-      h("div.column", null, steps.player, steps.texts, steps.charts),
-      h("div.column.side", null, steps.values, facts),
-    ),
-  );
+  const steps = (asSteps ? drawSteps : drawConversation)(context, episode, summary.fields);
+  root.append(h("div.episode", null, h("div.column", null, steps.main), h("div.column.side", null, steps.side, facts)));
   if (episode.status !== "open") return;
   watch(
     store,
@@ -133,10 +138,8 @@ function drawSteps(context, episode, fields) {
   if (images.length > 1) player.element.append(selection.draw(() => player.setFields(selection.fields())));
   show(player.step());
   return {
-    player: player.element,
-    texts: texts.element,
-    charts: charts.element,
-    values: values.element,
+    main: [player.element, texts.element, charts.element],
+    side: values.element,
     /** Show the steps that were added to the episode. */
     extend() {
       rows.clear();
@@ -177,6 +180,14 @@ class ImageSelection {
   }
 }
 
+/** @param {[string, any][]} pairs @param {string} store @param {number} id @param {AbortSignal} signal */
+async function addGroup(pairs, store, id, signal) {
+  const group = await groupOf(store, id, signal);
+  if (group === null) return;
+  const link = h("a", { href: groupHref(store, group) }, h("bdi", null, group.key ?? group.group_id));
+  pairs.unshift(["Group", [link, ` (${group.status}, mean return ${number(group.mean_return)})`]]);
+}
+
 /** @param {Episode} episode @param {string} store @returns {[string, any][]} */
 function describe(episode, store) {
   const source = h("a", { href: storeHref(store, "/episodes", { source: episode.source }) }, episode.source);
@@ -206,7 +217,7 @@ function describe(episode, store) {
  */
 async function drawHeader(header, { params, query, server, signal }, episode, filter, list) {
   const { store } = params;
-  const state = [...FILTER, "speed", "loop", "images", "plots", "colour"];
+  const state = [...FILTER, "speed", "loop", "images", "plots", "colour", "view"];
   const entries = Object.fromEntries(state.map((name) => [name, query.get(name)]));
   const links = h("nav.row", { "aria-label": "Episodes" });
   replace(header, h("div.heading", null, h("h1", null, `Episode ${episode.episode_id}`), links));

@@ -6,6 +6,7 @@ import { getJson, isHandled, storePath } from "../client.js";
 import { histogram, histogramData, lineChart } from "../chart.js";
 import { drawChanges } from "../changes.js";
 import { announce, choice, emptyState, errorState, h, refresh, replace } from "../dom.js";
+import { drawGroups } from "../groups.js";
 import { bytes, cell, compact, duration, integer, number, time } from "../format.js";
 import { repeat, watch } from "../live.js";
 import {
@@ -59,6 +60,7 @@ export async function render(root, context) {
     head,
     changes,
     series,
+    drawGroups(context),
     h("div.grid", null, ages.element, priorities.element, sampled.element),
     h(
       "div.split",

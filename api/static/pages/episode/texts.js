@@ -65,7 +65,7 @@ function drawText(value) {
  * @param {string | undefined} score Name of the field that colours them.
  * @param {Record<string, any>} row
  */
-function drawTokens(values, score, row) {
+export function drawTokens(values, score, row) {
   if (!Array.isArray(values)) return h("p.soft", null, "none");
   if (values.length === 0) return h("p.soft", null, "no tokens");
   const found = score === undefined ? null : row[score];
