@@ -85,3 +85,10 @@ export function facts(pairs) {
     pairs.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value))),
   );
 }
+
+/** @param {number} value @param {number} most */
+export function bar(value, most) {
+  const fill = h("span");
+  fill.style.width = `${(100 * value) / most}%`;
+  return h("span.bar", { "aria-hidden": "true" }, fill);
+}

@@ -5,18 +5,9 @@ import { storeHref } from "../addresses.js";
 import { ApiError, getJson, isHandled, storePath } from "../client.js";
 import { lineChart } from "../chart.js";
 import { choice, debounce, emptyState, h, refresh, replace } from "../dom.js";
-import { bytes, cell, compact, integer, number } from "../format.js";
+import { bytes, cell, compact, integer, number, shorten } from "../format.js";
 import { repeat } from "../live.js";
-import {
-  fetchSeries,
-  groupChoices,
-  nameOf,
-  readSmoothing,
-  shorten,
-  smoothingSlider,
-  toLines,
-  X_CHOICES,
-} from "../series.js";
+import { fetchSeries, groupChoices, nameOf, readSmoothing, smoothingSlider, toLines, X_CHOICES } from "../series.js";
 import { table } from "../table.js";
 
 const MOST_STORES = 8;
@@ -353,7 +344,7 @@ function factTable(found, lines) {
       { key: "best", title: "Highest mean", isNumber: true, draw: (row) => number(row.best) },
       { key: "episodes", title: "Episodes", isNumber: true, draw: (row) => integer(row.episodes) },
       { key: "rows", title: "Rows", isNumber: true, draw: (row) => integer(row.rows) },
-      { key: "rate", title: "Rows/s", isNumber: true, draw: (row) => (row.rate ? compact(row.rate) : "–") },
+      { key: "rate", title: "Rows/s", isNumber: true, draw: (row) => compact(row.rate) },
       { key: "bytes", title: "Size", isNumber: true, draw: (row) => bytes(row.bytes) },
       ...names.map((name) => ({
         key: META + name,

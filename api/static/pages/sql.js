@@ -6,7 +6,7 @@ import { download, getJson, isLongInteger, readJson, request, storePath } from "
 import { lineChart, paletteColour } from "../chart.js";
 import { complete } from "../completion.js";
 import { announce, emptyState, errorState, h, replace } from "../dom.js";
-import { duration, integer, number } from "../format.js";
+import { duration, integer, number, toMilliseconds } from "../format.js";
 
 const ARROW = "application/vnd.apache.arrow.stream";
 /** Rows that the page asks for; downloads have all that the server gives. */
@@ -181,7 +181,7 @@ export async function render(root, context) {
       if (mine.signal.aborted) state.textContent = "Cancelled";
       else {
         state.textContent = "";
-        replace(result, errorState(error));
+        replace(result, errorState(error, true));
       }
     } finally {
       if (mine === running) stop.hidden = true;
@@ -369,11 +369,6 @@ function isTime(rows, at) {
       (row) => row[at] === null || (typeof row[at] === "string" && /^\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d/.test(row[at])),
     )
   );
-}
-
-/** @param {string} text A time without a zone is UTC. */
-export function toMilliseconds(text) {
-  return Date.parse(/[zZ]|[+-]\d\d(:?\d\d)?$/.test(text.slice(19)) ? text : `${text.replace(" ", "T")}Z`);
 }
 
 /** A plot of two columns, coloured by a third one. */
