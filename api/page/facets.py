@@ -22,7 +22,8 @@ names AS (
 ),
 facts AS (
     SELECT name, json_extract(info, '/' || replace(replace(name, '~', '~0'), '/', '~1')) AS fact, episode_id
-    FROM names WHERE NOT starts_with(name, '_') AND name NOT IN ('measures', 'note') AND length(name) <= {length}
+    FROM names
+    WHERE NOT starts_with(name, '_') AND name NOT IN ('measures', 'note') AND length(name) <= {length}
 ),
 pairs AS (
     SELECT 'source' AS name, source AS value, episode_id FROM chosen

@@ -138,12 +138,10 @@ def build_query(
     elif y.startswith(_FIELD):
         value, joins = "v.value", _join_mean("v", _find_number(schema, y.removeprefix(_FIELD)))
     else:
-        kind, _, field = y.removeprefix(_MEASURE).partition(".")
         value = fact_number("value", "e.info")
+        is_fact = y.startswith(_FACT)
         params["value"] = (
-            fact_path(y.removeprefix(_FACT))
-            if y.startswith(_FACT)
-            else "/measures" + fact_path(kind) + (fact_path(field) if field else "")
+            fact_path(y.removeprefix(_FACT)) if is_fact else _measure_path(y.removeprefix(_MEASURE))
         )
     if x == "version":
         place, of_rows = _version_of(schema)
@@ -159,6 +157,16 @@ def build_query(
         points=points, quantiles=_QUANTILES,
     )  # fmt: skip
     return text, params
+
+
+def _measure_path(name: str) -> str:
+    """Return the JSON pointer of a measure: of an episode, or after a dot of a field and a place in it."""
+    kind, _, field = name.partition(".")
+    if not field:
+        return "/measures" + fact_path(kind)
+    split = _COMPONENT.fullmatch(field)
+    top, place = (field, "0") if split is None else split.groups()
+    return f"/measures{fact_path(kind)}{fact_path(top)}/{place}"
 
 
 def _join_mean(name: str, number: str, kind: str = "LEFT") -> str:

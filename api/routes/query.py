@@ -24,8 +24,8 @@ from expstore.api.dependencies import (
 )
 from expstore.api.errors import Refusal
 from expstore.api.page.episode_pages import ORDER_PATTERN, EpisodePage, Filters
-from expstore.api.page.relations import Relations, describe_relations
 from expstore.api.page.facets import Facets, count_facts, facets_of
+from expstore.api.page.relations import Relations, describe_relations
 from expstore.api.page.series import (
     BY_PATTERN,
     GROUPS,
@@ -151,9 +151,9 @@ async def series(
         str,
         Query(
             pattern=Y_PATTERN,
-            description="The values: `return` or `length` of ended episodes; `info.` and a fact; `measure.`, a "
-            "measure and after a dot its field; `field.` and a number of the rows, such as `next.reward` or "
-            "`state:0`, of which each episode has the mean; or rows written per second (`throughput`).",
+            description="The values: `return` or `length` of ended episodes; `info.` and a fact; `measure.`, "
+            "a measure and after a dot its field; `field.` and a number of the rows, such as `next.reward` "
+            "or `state:0`, of which each episode has the mean; or rows written per second (`throughput`).",
             examples=["return"],
         ),
     ] = "return",

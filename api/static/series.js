@@ -33,6 +33,8 @@ export const LINE_CHOICES = [
   ["median", "Median"],
   ["mean", "Mean"],
 ];
+/** Measures that can be charted. */
+const MOST_MEASURES = 200;
 /** Components of a vector that can be charted. */
 const MOST_COMPONENTS = 16;
 /** Characters to which the server cuts names of groups. */
@@ -118,7 +120,13 @@ export async function numberChoices(store, fields, sql, signal) {
   const measures = new Set(
     facts.flatMap((info) =>
       Object.entries(info.measures ?? {}).flatMap(([kind, value]) =>
-        value && typeof value === "object" ? Object.keys(value).map((field) => `${kind}.${field}`) : [kind],
+        typeof value === "number"
+          ? [kind]
+          : Object.entries(value ?? {}).flatMap(([field, parts]) =>
+              Array.isArray(parts)
+                ? parts.map((_, part) => `${kind}.${field}${parts.length > 1 ? `:${part}` : ""}`)
+                : [],
+            ),
       ),
     ),
   );
@@ -131,7 +139,10 @@ export async function numberChoices(store, fields, sql, signal) {
     ["return", "Return"],
     ["length", "Length"],
     ...factChoices(facts, isNumber),
-    ...[...measures].sort().map((name) => /** @type {[string, string]} */ ([`measure.${name}`, `measure ${name}`])),
+    ...[...measures]
+      .sort()
+      .slice(0, MOST_MEASURES)
+      .map((name) => /** @type {[string, string]} */ ([`measure.${name}`, `measure ${name}`])),
     ...(sql ? parts : []).map((name) => /** @type {[string, string]} */ ([`field.${name}`, `mean of ${name}`])),
   ];
 }

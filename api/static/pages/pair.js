@@ -202,6 +202,8 @@ async function drawPair(place, context, pair, isChosen, signal) {
   const note = h("p.hint", { role: "status" });
   /** @type {import("../chart.js").Chart | null} */
   let chart = null;
+  /** What the first common step is called: negative before the event. */
+  let start = 0;
 
   const drawValues = newestOnly(
     async (at) => {
@@ -219,7 +221,7 @@ async function drawPair(place, context, pair, isChosen, signal) {
       player.show(at - shift);
       player.element.classList.toggle("ended", at < shift || at - shift >= episode.live_rows);
     }
-    chart?.setCursor(at);
+    chart?.setCursor(start + at);
     drawValues(at);
   }
 
@@ -242,10 +244,11 @@ async function drawPair(place, context, pair, isChosen, signal) {
       side.shift = isMissing ? 0 : lead - events[number];
     });
     const count = Math.max(...sides.map(({ episode, shift }) => episode.live_rows + shift));
-    clock.setCount(count, sync === "step" ? 0 : -lead);
-    const x = Array.from({ length: count }, (_, at) => at);
-    const lines = sides.map(({ shift }, number) => x.map((at) => values[number][at - shift] ?? null));
-    const apart = x.find((at) => lines.every((line) => line[at] !== null) && lines[0][at] !== lines[1][at]);
+    start = sync === "step" ? 0 : -lead;
+    clock.setCount(count, start);
+    const places = Array.from({ length: count }, (_, at) => at);
+    const lines = sides.map(({ shift }, number) => places.map((at) => values[number][at - shift] ?? null));
+    const apart = places.find((at) => lines.every((line) => line[at] !== null) && lines[0][at] !== lines[1][at]);
     replace(
       note,
       isMissing ? "An episode has no such event, so both begin together. " : "",
@@ -253,11 +256,14 @@ async function drawPair(place, context, pair, isChosen, signal) {
         ? "The field is equal wherever both have steps."
         : [
             "The field first differs at ",
-            h("button.link", { type: "button", click: () => clock.seek(apart) }, `place ${apart}`),
+            h("button.link", { type: "button", click: () => clock.seek(apart) }, `step ${start + apart}`),
             ".",
           ],
     );
-    const drawn = thin(x, lines);
+    const drawn = thin(
+      places.map((at) => start + at),
+      lines,
+    );
     const series = sides.map((side, number) => ({
       label: `${side.letter}: episode ${side.episode.episode_id}`,
       values: drawn.columns[number],
@@ -270,10 +276,10 @@ async function drawPair(place, context, pair, isChosen, signal) {
         title: name,
         x: drawn.x,
         series,
-        xLabel: "common step",
+        xLabel: sync === "step" ? "step" : "steps from the event",
         height: 170,
         signal,
-        onSelect: (at) => clock.seek(Math.round(at)),
+        onSelect: (at) => clock.seek(Math.round(at) - start),
       });
     show(clock.step());
   }
@@ -322,7 +328,7 @@ async function drawPair(place, context, pair, isChosen, signal) {
     place,
     h("div.card", null, clock.element, controls, note, canvas),
     h("div.sides", null, sides.map(sideCard)),
-    h("section.card", { "aria-label": "Values" }, h("h2", null, "Values at this place"), differences),
+    h("section.card", { "aria-label": "Values" }, h("h2", null, "Values at this step"), differences),
     h("section.card", { "aria-label": "Facts" }, h("h2", null, "Facts"), factTable(pair, colours)),
   );
   await align();
@@ -368,7 +374,7 @@ function differenceTable(fields, [a, b]) {
       {
         key: "text",
         title: "Difference",
-        draw: (row) => (row.text ? h("mark", null, row.text) : h("span.soft", null, "none")),
+        draw: (row) => (row.text ? h("mark", null, row.text) : a && b ? h("span.soft", null, "none") : ""),
       },
     ],
   });

@@ -275,7 +275,7 @@ export class Curves {
     }
     const lines = groups.map((/** @type {any} */ group) =>
       this.by === "none"
-        ? { ...group, label: `${this.line} ${label.toLowerCase()}` }
+        ? { ...group, label: `${label}, ${this.line}` }
         : { ...group, colour: this.colours(group.other ? null : group.name) },
     );
     const data = toLines(lines, this.weight, /** @type {"median"} */ (this.line));
