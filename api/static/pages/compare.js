@@ -13,7 +13,7 @@ import { table } from "../table.js";
 const MOST_STORES = 8;
 /** Most lines of a chart, so that each can be told from the others, and most points of one line. */
 const MOST_LINES = 24;
-const POINTS = 400;
+const POINTS = 150;
 const PAUSE = 8000;
 const META = "meta.";
 const CHARTS = /** @type {[string, string][]} */ ([
@@ -146,13 +146,22 @@ export async function render(root, { server, query, setQuery, signal }) {
         continue;
       }
       const isTime = y === "throughput" || x === "time";
-      const xLabel = isTime ? "minutes since the first row" : { episode: "episode", rows: "rows written" }[x];
+      const xLabel = isTime
+        ? "since the first row"
+        : { episode: "episode", rows: "rows written", version: "policy version" }[x];
       const data = toLines(all.slice(0, MOST_LINES), y === "throughput" ? 0 : weight);
       if (charts[y]?.xLabel === xLabel) charts[y].chart.setData(data.x, data.series);
       else
         charts[y] = {
           xLabel,
-          chart: lineChart(places[y], { title: text, ...data, xLabel, height: y === "throughput" ? 160 : 260, signal }),
+          chart: lineChart(places[y], {
+            title: text,
+            ...data,
+            xLabel,
+            isDuration: isTime,
+            height: y === "throughput" ? 160 : 260,
+            signal,
+          }),
         };
     }
     const count = lines.length;
@@ -232,7 +241,7 @@ async function describe(name, by, x, signal) {
     ]);
     const begin = Math.min(...throughput.groups.flatMap((group) => group.x));
     const times = (/** @type {any[]} */ all) =>
-      all.map((group) => ({ ...group, x: group.x.map((/** @type {number} */ at) => (at - begin) / 60_000) }));
+      all.map((group) => ({ ...group, x: group.x.map((/** @type {number} */ at) => (at - begin) / 1000) }));
     return {
       name,
       groupBy,

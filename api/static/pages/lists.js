@@ -144,7 +144,7 @@ WHERE e.episode_id IN (${chosen(condition)}) GROUP BY consumer, e.source ORDER B
       text("kind", "Step"),
       count("rows", "Rows"),
       text("program", "Program"),
-      text("git_commit", "Commit"),
+      { key: "git_commit", title: "Commit", draw: (row) => (row.git_commit ?? "not recorded").slice(0, 12) },
       text("source", "Source"),
       text("facts", "Facts"),
       when("time", "When"),
