@@ -307,7 +307,7 @@ def take_views(folder: Path, looks: Path) -> None:
             for name, address in VIEWS.items():
                 page.goto(f"{url}/ui/#{address}")
                 page.wait_for_selector("body[data-ready]")
-                page.wait_for_function("document.querySelector('main .loading') === null")
+                page.locator("main .loading").first.wait_for(state="detached")
                 page.wait_for_timeout(1500)  # charts and frames arrive after the page
                 page.screenshot(path=looks / f"{name}-{look}.png", full_page=True)
         browser.close()

@@ -19,7 +19,7 @@ const KEPT = 30_000;
  *
  * @param {string} store
  * @param {{where?: string, values?: number}} query
- * @param {AbortSignal} signal
+ * @param {AbortSignal} [signal]
  * @returns {Promise<Facet[]>}
  */
 export async function fetchFacets(store, query, signal) {
@@ -35,13 +35,12 @@ const kept = new Map();
  *
  * @param {string} store
  * @param {string} by Such as "source" or "info.level".
- * @param {AbortSignal} signal
  * @returns {Promise<Colours>}
  */
-export async function coloursOf(store, by, signal) {
+export async function coloursOf(store, by) {
   let found = kept.get(store);
   if (!found || performance.now() - found.at > KEPT) {
-    found = { at: performance.now(), facets: fetchFacets(store, { values: MOST_VALUES }, signal) };
+    found = { at: performance.now(), facets: fetchFacets(store, { values: MOST_VALUES }) }; // pages share it, so none aborts it
     kept.set(store, found);
   }
   try {

@@ -39,7 +39,7 @@ export async function render(root, context) {
   let page = query.get("page") ?? "";
   const [{ fields }, colours] = await Promise.all([
     getJson(storePath(store, "/summary"), { signal }),
-    coloursOf(store, "source", signal),
+    coloursOf(store, "source"),
   ]);
   const images = fields
     .filter((/** @type {any} */ field) => field.kind === "image")

@@ -207,7 +207,7 @@ export async function render(root, context) {
       const text = list.query(conditionOf(filter.current()) || "true");
       const [response, colours] = await Promise.all([
         request(storePath(store, "/sql"), { method: "POST", body: { query: text, limit: MOST_ROWS }, signal: both }),
-        coloursOf(store, "source", both),
+        coloursOf(store, "source"),
       ]);
       const { columns, rows } = await readJson(response);
       if (both.aborted) return;

@@ -144,7 +144,7 @@ async function drawPair(place, context, pair, isChosen, signal) {
   }
   const [summary, colours] = await Promise.all([
     getJson(storePath(store, "/summary"), { signal }),
-    coloursOf(store, "source", signal),
+    coloursOf(store, "source"),
   ]);
   /** @type {Field[]} */
   const fields = withoutNext(summary.fields);

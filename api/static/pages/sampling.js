@@ -221,7 +221,7 @@ export async function render(root, context) {
       const found = await response.json();
       state.textContent = `${integer(found.rows)} rows drawn in ${duration(found.seconds)}`;
       announce(state.textContent);
-      drawResult(result, found, summary, Boolean(where.value.trim()), await coloursOf(store, "source", both), both);
+      drawResult(result, found, summary, Boolean(where.value.trim()), await coloursOf(store, "source"), both);
     } catch (error) {
       if (both.aborted) return;
       state.textContent = "";

@@ -237,7 +237,7 @@ export class Curves {
         ask(this.ys.left),
         ask(this.ys.right),
         fetchSeries(this.store, { y: "throughput", x: "time", points: 300 }, signal),
-        this.by === "none" ? () => 0 : coloursOf(this.store, this.by, signal),
+        this.by === "none" ? () => 0 : coloursOf(this.store, this.by),
       ]);
       this.answers = { left, right, throughput };
       this.colours = colours;
