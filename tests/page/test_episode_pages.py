@@ -335,6 +335,7 @@ def test_the_player_follows_the_keyboard(visit: Open) -> None:
     expect(page.locator("canvas[data-step='1']")).to_have_count(1)
     page.check("label:has-text('next.pixels')")  # not shown at first: it repeats `pixels` a step later
     expect(page.locator("canvas[data-step='1']")).to_have_count(2)
+    page.click("h1")  # the box would take the keys
     page.wait_for_selector("dd >> text=stay (1)")
     for key, step in (("ArrowRight", 2), ("Shift+ArrowRight", 7), ("Home", 0), ("End", 7), ("ArrowLeft", 6)):
         page.keyboard.press(key)
