@@ -151,6 +151,8 @@ function drawNavigation(store, path) {
           ),
         ],
   );
+  const here = /** @type {HTMLElement | null} */ (nav.querySelector("[aria-current]"));
+  if (here) nav.scrollLeft = here.offsetLeft - nav.offsetLeft - nav.clientWidth / 2; // on a phone
 }
 
 /** Ask for the token, and try again with it. */

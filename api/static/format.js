@@ -48,8 +48,8 @@ const UNITS = /** @type {[string, number, string, number][]} */ ([
 /** @param {number | null | undefined} seconds */
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return UNKNOWN;
-  if (seconds < 1) return `${Math.round(seconds * 1000)} ms`;
-  if (seconds < 60) return `${seconds.toFixed(seconds < 10 ? 1 : 0)} s`;
+  if (seconds !== 0 && seconds < 1) return `${Math.round(seconds * 1000)} ms`;
+  if (seconds < 60) return `${Number(seconds.toFixed(seconds < 10 ? 1 : 0))} s`;
   const [unit, size, part, step] =
     UNITS.find(([, least, , each]) => Math.round(seconds / each) * each >= least) ?? UNITS[2];
   const whole = Math.round(seconds / step);
