@@ -47,7 +47,7 @@ const PAGES = [
 ];
 /** Milliseconds after which a page without content says that loading takes long. */
 const LONG = 4000;
-/** Pages of one store, for the navigation. */
+/** Pages of one store, for the navigation; the first ones share their filter. */
 const TABS = [
   ["", "Overview"],
   ["/episodes", "Episodes"],
@@ -131,8 +131,9 @@ async function show() {
 function drawNavigation(store, path) {
   const link = (/** @type {string} */ to, /** @type {string} */ text, /** @type {boolean} */ here) =>
     h("a", { href: to, "aria-current": here ? "page" : null }, text);
-  const { query } = read();
-  const filter = new URLSearchParams([...query].filter(([name]) => FILTER.includes(name))).toString();
+  const isFiltered = (/** @type {string} */ at) => !/\/(sql|sampling)$/.test(at); // their `where` is of rows
+  const shared = [...read().query].filter(([name]) => isFiltered(path) && FILTER.includes(name));
+  const filter = new URLSearchParams(shared).toString();
   const base = store === null ? "" : `/stores/${encodeURIComponent(store)}`;
   replace(
     nav,
@@ -144,7 +145,7 @@ function drawNavigation(store, path) {
           h("span.nav-store", { title: store }, store),
           TABS.map(([rest, text]) =>
             link(
-              `#${base}${rest}${filter ? `?${filter}` : ""}`,
+              `#${base}${rest}${filter && isFiltered(rest) ? `?${filter}` : ""}`,
               text,
               rest === "" ? path === base : path.startsWith(base + rest),
             ),

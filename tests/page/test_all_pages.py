@@ -48,8 +48,8 @@ PAGES = {
 }
 #: Pages that are usable on a phone.
 NARROW = (
-    "store", "hostile store", "episode", "episode of texts", "hostile episode", "two episodes", "hostile pair",
-    "splits", "hostile lineage", "episodes",
+    "store", "hostile store", "episode", "episode of texts", "hostile episode", "two episodes",
+    "hostile pair", "splits", "hostile lineage", "episodes",
 )  # fmt: skip
 #: Text that a page shows once it has its data.
 MARKS = {

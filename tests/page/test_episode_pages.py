@@ -255,6 +255,7 @@ def test_counts_by_value_select_episodes(visit: Open) -> None:
     for link in ("Overview", "Lists", "Two episodes", "Episodes"):  # the filter stays
         page.click(f"nav >> text='{link}'")
         page.wait_for_selector("text='source: worker-2'")
+    assert "source=" not in (page.get_attribute("nav >> text='Sampling'", "href") or "")  # it selects rows
     answer = httpx.post(f"{tab.url}/v1/stores/run/sql", json={"query": sql}).raise_for_status().json()
     assert len(answer["rows"]) == 7
     with expstore.connect(f"{tab.url}/run") as rb:
