@@ -281,7 +281,7 @@ def take_pictures(folder: Path, only: str = "") -> None:
             page.wait_for_selector(shot.wait)
             page.wait_for_timeout(2000)  # charts and frames arrive after the page
             if shot.name == "drop":
-                page.locator("#series-title").scroll_into_view_if_needed()
+                page.locator(".selection tbody tr").last.scroll_into_view_if_needed()
             save(page.screenshot(), IMAGES / f"page_{shot.name}.png")
         browser.close()
 
