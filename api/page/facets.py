@@ -64,7 +64,7 @@ class Facet(BaseModel):
     values: list[FacetValue] = Field(description="Its values, the most frequent first.")
 
 
-_VALUE = {"value": "actor-7", "count": 2, "first": 1}
+_VALUE: dict[str, Any] = {"value": "actor-7", "count": 2, "first": 1}
 
 
 class Facets(BaseModel):

@@ -8,7 +8,7 @@ import { conditionOf, hasFilter, literal, writeFilter } from "../episode_data.js
 import { coloursOf, swatch } from "../facets.js";
 import { createFilter } from "../filter.js";
 import { integer, number } from "../format.js";
-import { table } from "../table.js";
+import { isNumeric, isTime, table } from "../table.js";
 
 /** Rows of a list. */
 const MOST_ROWS = 200;
@@ -17,105 +17,54 @@ const MOST_ROWS = 200;
  * @typedef {object} List
  * @property {string} name
  * @property {string} title
- * @property {(condition: string) => string} query For the episodes that meet a condition.
- * @property {import("../table.js").Column[]} columns
+ * @property {(condition: string) => string} query For the episodes that meet a condition. Its columns are headings.
  * @property {string} hint What makes such rows.
- * @property {(row: any) => string | null} [episodes] The condition of a row's episodes.
- * @property {boolean} [isWhole] Whether the filter makes no difference.
+ * @property {(row: any) => string} [episodes] The condition of a row's episodes.
  */
 
 const chosen = (/** @type {string} */ condition) => `SELECT episode_id FROM episodes WHERE (\n${condition}\n)`;
-const count = (/** @type {string} */ key, /** @type {string} */ title) => ({
-  key,
-  title,
-  isNumber: true,
-  draw: (/** @type {any} */ row) => integer(row[key]),
-});
-const measured = (/** @type {string} */ key, /** @type {string} */ title) => ({
-  key,
-  title,
-  isNumber: true,
-  draw: (/** @type {any} */ row) => number(row[key]),
-});
-const text = (/** @type {string} */ key, /** @type {string} */ title) => ({
-  key,
-  title,
-  draw: (/** @type {any} */ row) =>
-    row[key] === null ? "" : h("bdi", { title: String(row[key]).slice(0, 1000) }, linked(row[key], 60)),
-});
-const when = (/** @type {string} */ key, /** @type {string} */ title) => ({
-  key,
-  title,
-  draw: (/** @type {any} */ row) => (row[key] === null ? "" : relativeTime(row[key])),
-});
 
 /** @type {List[]} */
 const LISTS = [
   {
     name: "groups",
     title: "Groups",
-    query: (condition) => `SELECT * FROM groups
-WHERE list_has_any(members, (SELECT list(episode_id) FROM (${chosen(condition)}))) ORDER BY group_id DESC`,
-    columns: [
-      count("group_id", "Group"),
-      text("key", "Key"),
-      text("status", "Status"),
-      text("reason", "Reason"),
-      count("size", "Members"),
-      measured("mean_return", "Mean return"),
-      measured("std_return", "Deviation"),
-      text("min_version", "Oldest version"),
-      when("end_time", "Ended"),
-    ],
+    query: (
+      condition,
+    ) => `SELECT group_id AS "Group", key AS "Key", status AS "Status", reason AS "Reason", size AS "Members",
+mean_return AS "Mean return", std_return AS "Deviation", min_version AS "Oldest version", end_time AS "Ended", members
+FROM groups WHERE list_has_any(members, (SELECT list(episode_id) FROM (${chosen(condition)}))) ORDER BY group_id DESC`,
     hint: "Stores have groups if they are opened with EpisodeKeys(group=).",
     episodes: (row) => `episode_id IN (${row.members.map(Number).join(", ")})`,
   },
   {
     name: "splits",
     title: "Splits",
-    query: (condition) => `SELECT split, count(*) AS episodes, sum(length)::BIGINT AS rows, avg("return") AS mean,
-max(end_time) AS ended FROM episodes WHERE (\n${condition}\n) GROUP BY split ORDER BY episodes DESC`,
-    columns: [
-      text("split", "Split"),
-      count("episodes", "Episodes"),
-      count("rows", "Rows"),
-      measured("mean", "Mean return"),
-      when("ended", "Newest row"),
-    ],
+    query: (condition) => `SELECT split AS "Split", count(*) AS "Episodes", sum(length)::BIGINT AS "Rows",
+avg("return") AS "Mean return", max(end_time) AS "Newest row"
+FROM episodes WHERE (\n${condition}\n) GROUP BY split ORDER BY count(*) DESC`,
     hint: "Rows belong to the split train unless their writer names another one.",
-    episodes: (row) => `split = ${literal(row.split)}`,
+    episodes: (row) => `split = ${literal(row.Split)}`,
   },
   {
     name: "selections",
     title: "Selections",
-    query: (condition) => `SELECT s.*, (SELECT count(*) FROM episodes WHERE list_contains(selections, s.name)
-AND (\n${condition}\n)) AS matching FROM selections AS s ORDER BY name`,
-    columns: [
-      text("name", "Selection"),
-      count("matching", "Episodes of this filter"),
-      count("episodes", "Episodes"),
-      count("excluded", "Excluded"),
-      text("condition", "Condition"),
-      text("author", "By"),
-      text("reason", "Reason"),
-      when("created", "Created"),
-    ],
+    query: (
+      condition,
+    ) => `SELECT name AS "Selection", (SELECT count(*) FROM episodes WHERE list_contains(selections, s.name)
+AND (\n${condition}\n)) AS "Episodes of this filter", episodes AS "Episodes", excluded AS "Excluded", condition AS "Condition",
+author AS "By", reason AS "Reason", created AS "Created" FROM selections AS s ORDER BY name`,
     hint: "The page Episodes saves a filter as a selection, and so does rb.selections.create.",
-    episodes: (row) => `list_contains(selections, ${literal(row.name)})`,
+    episodes: (row) => `list_contains(selections, ${literal(row.Selection)})`,
   },
   {
     name: "annotations",
     title: "Annotations",
-    query: (condition) => `SELECT field, author, count(*) AS count, count(DISTINCT id) AS rows, max(time) AS newest
+    query: (
+      condition,
+    ) => `SELECT field AS "Field", author AS "By", count(*) AS "Values", count(DISTINCT id) AS "Rows", max(time) AS "Newest"
 FROM annotations WHERE id IN (SELECT _id FROM transitions WHERE _episode IN (${chosen(condition)}))
-GROUP BY field, author ORDER BY newest DESC`,
-    columns: [
-      text("field", "Field"),
-      text("author", "By"),
-      count("count", "Values"),
-      count("rows", "Rows"),
-      when("newest", "Newest"),
-    ],
+GROUP BY field, author ORDER BY max(time) DESC`,
     hint: "rb.annotate gives values to rows that are stored already.",
   },
   {
@@ -123,34 +72,18 @@ GROUP BY field, author ORDER BY newest DESC`,
     title: "Consumers",
     query: (
       condition,
-    ) => `SELECT consumer, e.source, count(*) AS drawn, count(DISTINCT d.id) AS rows, max(d.time) AS newest
-FROM draws AS d JOIN transitions AS t ON t._id = d.id JOIN episodes AS e ON e.episode_id = t._episode
-WHERE e.episode_id IN (${chosen(condition)}) GROUP BY consumer, e.source ORDER BY consumer, drawn DESC`,
-    columns: [
-      text("consumer", "Consumer"),
-      text("source", "Source"),
-      count("drawn", "Draws"),
-      count("rows", "Rows"),
-      when("newest", "Newest draw"),
-    ],
+    ) => `SELECT consumer AS "Consumer", e.source AS "Source", count(*) AS "Draws", count(DISTINCT d.id) AS "Rows",
+max(d.time) AS "Newest draw" FROM draws AS d JOIN transitions AS t ON t._id = d.id JOIN episodes AS e ON e.episode_id = t._episode
+WHERE e.episode_id IN (${chosen(condition)}) GROUP BY consumer, e.source ORDER BY consumer, count(*) DESC`,
     hint: "Consumers are named positions of learners: rb.consumer. How far they are is on the overview.",
-    episodes: (row) => `source = ${literal(row.source)}`,
+    episodes: (row) => `source = ${literal(row.Source)}`,
   },
   {
     name: "lineage",
-    title: "Lineage",
-    query: () => "SELECT * FROM lineage ORDER BY number DESC",
-    columns: [
-      text("kind", "Step"),
-      count("rows", "Rows"),
-      text("program", "Program"),
-      { key: "git_commit", title: "Commit", draw: (row) => (row.git_commit ?? "not recorded").slice(0, 12) },
-      text("source", "Source"),
-      text("facts", "Facts"),
-      when("time", "When"),
-    ],
+    title: "Lineage of the whole store",
+    query: () => `SELECT kind AS "Step", rows AS "Rows", program AS "Program", left(git_commit, 12) AS "Commit",
+source AS "From", facts::VARCHAR AS "Facts", time AS "When" FROM lineage ORDER BY number DESC`,
     hint: "Each program that writes rows is a step.",
-    isWhole: true,
   },
 ];
 
@@ -192,7 +125,7 @@ export async function render(root, context) {
               load();
             },
           },
-          one.title,
+          one.title.split(" ")[0],
         ),
       ),
     );
@@ -209,14 +142,9 @@ export async function render(root, context) {
         request(storePath(store, "/sql"), { method: "POST", body: { query: text, limit: MOST_ROWS }, signal: both }),
         coloursOf(store, "source"),
       ]);
-      const { columns, rows } = await readJson(response);
+      const answer = await readJson(response);
       if (both.aborted) return;
-      const found = rows.map((/** @type {any[]} */ row) =>
-        Object.fromEntries(columns.map((/** @type {string} */ name, /** @type {number} */ at) => [name, row[at]])),
-      );
-      replace(body, h("h2", null, list.title), drawList(store, list, found, filter, colours));
-      if (list.isWhole && hasFilter(filter.current()))
-        body.append(h("p.hint", null, "This list is of the whole store, whatever the filter is."));
+      replace(body, h("h2", null, list.title), drawList(store, list, answer, filter, colours));
     } catch (/** @type {any} */ error) {
       if (both.aborted) return;
       if (where && error.status >= 400 && error.status < 500) {
@@ -231,19 +159,23 @@ export async function render(root, context) {
 }
 
 /**
- * @param {string} store @param {List} list @param {any[]} rows
+ * @param {string} store @param {List} list @param {{columns: string[], rows: any[][]}} answer
  * @param {ReturnType<typeof createFilter>} filter @param {import("../facets.js").Colours} colours
  */
-function drawList(store, { title: name, columns, hint, episodes }, rows, filter, colours) {
+function drawList(store, { title: name, hint, episodes }, { columns, rows }, filter, colours) {
   if (!rows.length)
     return emptyState(
       hasFilter(filter.current()) ? `${name}: nothing matches the filter.` : `${name}: there are none.`,
       hint,
     );
-  const query = (/** @type {any} */ row) => {
-    const own = /** @type {(row: any) => string} */ (episodes)(row);
+  const query = (/** @type {any[]} */ row) => {
+    const own = episodes?.(Object.fromEntries(columns.map((column, at) => [column, row[at]])));
     const { where } = filter.current();
-    return writeFilter({ ...filter.current(), where: where ? `(${where}\n) AND ${own}` : own, order: "return" });
+    return writeFilter({
+      ...filter.current(),
+      where: where ? `(${where}\n) AND ${own}` : String(own),
+      order: "return",
+    });
   };
   const links = {
     key: "links",
@@ -254,10 +186,18 @@ function drawList(store, { title: name, columns, hint, episodes }, rows, filter,
       h("a", { href: storeHref(store, "/pair", query(row)) }, "best beside worst"),
     ],
   };
-  const coloured = columns.map((column) =>
-    column.key === "source" && episodes
-      ? { ...column, draw: (/** @type {any} */ row) => [swatch(colours(row.source)), " ", column.draw?.(row)] }
-      : column,
-  );
-  return table({ label: name, rows, columns: [...coloured, ...(episodes ? [links] : [])] });
+  const shown = columns.flatMap((title, at) => {
+    if (title === "members") return [];
+    const [isNumber, isMoment] = [isNumeric(rows, at), isTime(rows, at)];
+    const draw = (/** @type {any} */ row) => {
+      const value = row[at];
+      if (value === null) return "";
+      if (isNumber) return Number.isInteger(value) ? integer(value) : number(value);
+      if (isMoment) return relativeTime(value);
+      const text = h("bdi", { title: String(value).slice(0, 1000) }, linked(value, 60));
+      return title === "Source" ? [swatch(colours(value)), " ", text] : text;
+    };
+    return [{ key: title, title, isNumber, draw }];
+  });
+  return table({ label: name, rows, columns: [...shown, ...(episodes ? [links] : [])] });
 }
