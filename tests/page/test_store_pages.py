@@ -129,7 +129,8 @@ def test_lists_have_the_rows_of_a_filter(visit: Callable[..., Visit], tmp_path: 
         for name, filter, texts in (
             ("groups", "split=eval", ["5", "2"]), ("splits", "split=eval", ["eval", "2"]),
             ("selections", "source=s2", ["good", "1", "3"]),
-            ("annotations", "split=train", ["advantage", "judge", "2"]), ("consumers", "source=s1", ["learner", "s1"]), ("lineage", "", ["collect", "12"]),
+            ("annotations", "split=train", ["advantage", "judge", "2"]),
+            ("consumers", "source=s1", ["learner", "s1"]), ("lineage", "", ["collect", "12"]),
         ):  # fmt: skip
             page = tab.open(f"/stores/run/lists?of={name}&{filter}")
             row = page.locator("main .card tbody tr").filter(has_text=texts[0])
