@@ -2,6 +2,7 @@
 
     python docs/page_pictures.py                   # into docs/images
     python docs/page_pictures.py --stores runs     # only the stores, for `expstore ui runs`
+    python docs/page_pictures.py --views looks     # every view: light, dark, and as wide as a phone
 
 Chromium, which must be installed as `chromium`, draws the page. Look at the pictures before you commit them.
 """
@@ -208,6 +209,27 @@ QUERY = (
 )
 #: A range of episodes around the one in which the camera breaks.
 RANGE = "from={low}&to={high}"
+#: Episodes in which the camera may be broken.
+NEWER = urlencode({"where": "episode_id > 290"})
+#: Every view; `--views` takes pictures of them.
+VIEWS = {
+    "stores": "/",
+    "store": f"{STORE}?by=source&x=rows&from=38000&to=48000&counts=1",
+    "numbers": f"{STORE}?left=info.level&right=field.state:1&x=time&status=terminated",
+    "versions": f"{STORE}?x=version",
+    "episodes": f"{STORE}/episodes?counts=1&source=worker-2",
+    "no-episodes": f"{STORE}/episodes?where=false",
+    "wrong-condition": f"{STORE}/episodes?where=missing",
+    "episode": f"{STORE}/episodes/230?step=45",
+    "answer": "/stores/answers/episodes/3",
+    "pair": f"{STORE}/pair?source=worker-2&sync=end&step=120",
+    "groups": f"{STORE}/lists",
+    "splits": f"{STORE}/lists?of=splits",
+    "lineage": f"{STORE}/lists?of=lineage",
+    "sql": f"{STORE}/sql?{urlencode({'q': QUERY})}",
+    "sampling": f"{STORE}/sampling?kind=prioritized",
+    "compare": "/compare?stores=catch-pixels,catch-state-2,catch-state-3",
+}
 SHOTS = (
     Shot("stores", "/", 330, wait="svg.sparkline"),
     Shot("store", f"{STORE}?smooth=0.8", 1000),
@@ -215,6 +237,8 @@ SHOTS = (
     Shot("drop", f"{STORE}?by=source&smooth=0.8&x=rows&{RANGE}", 900, wait="text=Show these episodes"),
     Shot("bad_episodes", "", 700, click="worker-2", wait="tbody tr"),
     Shot("bad_episode", "", 900, click="tbody a", step=45, wait="canvas"),
+    Shot("pair", f"{STORE}/pair?source=worker-2&{NEWER}&step=45", 1000, wait="canvas"),
+    Shot("facets", f"{STORE}/episodes?counts=1&source=worker-2", 620, wait=".facet"),
     Shot("answer", "/stores/answers/episodes/3", 800),
     Shot("sql", f"{STORE}/sql?{urlencode({'q': QUERY})}", 640),
     Shot("sampling", f"{STORE}/sampling?kind=prioritized", 900, wait="text=Of the rows drawn"),
@@ -257,8 +281,35 @@ def take_pictures(folder: Path, only: str = "") -> None:
             page.wait_for_selector(shot.wait)
             page.wait_for_timeout(2000)  # charts and frames arrive after the page
             if shot.name == "drop":
-                page.locator("#series-title").scroll_into_view_if_needed()
+                page.locator(".selection tbody tr").last.scroll_into_view_if_needed()
             save(page.screenshot(), IMAGES / f"page_{shot.name}.png")
+        browser.close()
+
+
+def take_views(folder: Path, looks: Path) -> None:
+    """Serve stores, and write pictures of whole pages, to look at before a change is committed.
+
+    Args:
+        folder: Stores that `build_stores` made.
+        looks: Where the pictures are written; it must exist.
+    """
+    from playwright.sync_api import sync_playwright
+
+    with serve(folder) as url, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        for look, scheme, width in (
+            ("light", "light", WIDTH),
+            ("dark", "dark", WIDTH),
+            ("phone", "light", 390),
+        ):
+            page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+            page.set_default_timeout(PATIENCE)
+            for name, address in VIEWS.items():
+                page.goto(f"{url}/ui/#{address}")
+                page.wait_for_selector("body[data-ready]")
+                page.locator("main .loading").first.wait_for(state="detached")
+                page.wait_for_timeout(1500)  # charts and frames arrive after the page
+                page.screenshot(path=looks / f"{name}-{look}.png", full_page=True)
         browser.close()
 
 
@@ -292,18 +343,28 @@ def main() -> None:
     parser.add_argument(
         "--stores", type=Path, metavar="FOLDER", help="make the stores there, and no pictures"
     )
+    parser.add_argument(
+        "--views",
+        type=Path,
+        metavar="FOLDER",
+        help="write pictures of every view there, and none for the docs",
+    )
     parser.add_argument("--use", type=Path, metavar="FOLDER", help="stores that --stores made")
     parser.add_argument("--only", default="", metavar="TEXT", help="only pictures with TEXT in their name")
     wanted = parser.parse_args()
     if wanted.stores:
         wanted.stores.mkdir(parents=True, exist_ok=True)
         build_stores(wanted.stores)
-    elif wanted.use:
-        take_pictures(wanted.use, wanted.only)
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            build_stores(Path(folder))
-            take_pictures(Path(folder), wanted.only)
+        return
+    with tempfile.TemporaryDirectory() as made:
+        folder = wanted.use or Path(made)
+        if not wanted.use:
+            build_stores(folder)
+        if wanted.views:
+            wanted.views.mkdir(parents=True, exist_ok=True)
+            take_views(folder, wanted.views)
+        else:
+            take_pictures(folder, wanted.only)
 
 
 if __name__ == "__main__":

@@ -51,9 +51,9 @@ def fact_path(name: str) -> str:
     return "/" + name.replace("~", "~0").replace("/", "~1")
 
 
-def fact_number(parameter: str) -> str:
+def fact_number(parameter: str, column: str = "info") -> str:
     """Return the SQL of a fact as a number: true is 1, false is 0, other texts are NULL."""
-    text = fact_expression(parameter)
+    text = fact_expression(parameter, column)
     return f"CASE {text} WHEN 'true' THEN 1.0 WHEN 'false' THEN 0.0 ELSE TRY_CAST({text} AS DOUBLE) END"
 
 

@@ -212,6 +212,12 @@ def _find_types(rb: TensorDictReplayBuffer, schema: Schema) -> list[str]:
     return [kind for (kind,) in rows]
 
 
+def field_sql(schema: Schema, key: Key) -> str:
+    """Return the name of a field as a query over `transitions` writes it."""
+    tops = call_tops(schema.keys, ROW_COLUMNS)
+    return ".".join(map(quote, (tops[key[0]], *key[1:])))
+
+
 def _paths(schema: Schema, taken: Collection[str]) -> list[Key]:
     """Return the paths of the fields in a relation with row columns of some names."""
     tops = call_tops(schema.keys, taken)

@@ -24,9 +24,20 @@ from expstore.api.dependencies import (
 )
 from expstore.api.errors import Refusal
 from expstore.api.page.episode_pages import ORDER_PATTERN, EpisodePage, Filters
+from expstore.api.page.facets import Facets, count_facts, facets_of
 from expstore.api.page.findings import Changes, OddEpisodes
 from expstore.api.page.relations import Relations, describe_relations
-from expstore.api.page.series import BY_PATTERN, GROUPS, Series, build_query, series_of, throughput_of
+from expstore.api.page.series import (
+    BY_PATTERN,
+    GROUPS,
+    Y_PATTERN,
+    Series,
+    X,
+    build_query,
+    is_over_rows,
+    series_of,
+    throughput_of,
+)
 from expstore.api.request_models import RequestModel
 from expstore.api.settings import Settings
 from expstore.api.stores import Served
@@ -96,7 +107,7 @@ async def episodes(
     found = EpisodePage(filters, order, limit, page)
 
     def ask() -> Response:
-        table, truncated = _ask(store, limits, where, *found.query(), rows=found.limit + 1)
+        table, truncated = _ask(store, limits, where is not None, *found.query(), rows=found.limit + 1)
         table, headers = found.cut(table, truncated=truncated)
         ReadLimit(limits.max_answer).check_bytes(table.nbytes)
         response = _answer(table_stream(table), kind, limits)
@@ -110,13 +121,13 @@ async def episodes(
 
 
 def _ask(
-    store: Served, limits: Settings, where: str | None, sql: str, params: dict[str, Any], *, rows: int
+    store: Served, limits: Settings, is_limited: bool, sql: str, params: dict[str, Any], *, rows: int
 ) -> tuple[Any, bool]:
     """Return the result of a query over episodes, and whether rows are missing.
 
-    A query with a condition of a client runs in the sandbox.
+    A query with a condition of a client, or one that may take long, is limited: it runs in the sandbox.
     """
-    if where is None:
+    if not is_limited:
         return store.rb.sql(sql, params).arrow(), False
     found = store.query(sql, params, rows=rows, size=limits.max_answer)
     return read_table(found.data), found.truncated
@@ -125,7 +136,7 @@ def _ask(
 def _count(store: Served, limits: Settings, filters: Filters) -> int | None:
     """Return how many episodes match; None: counting them takes too long."""
     try:
-        table, _ = _ask(store, limits, filters.where, *filters.count(), rows=1)
+        table, _ = _ask(store, limits, filters.where is not None, *filters.count(), rows=1)
     except (QueryError, NotReadyError) as exc:
         if exc.kind not in ("timeout", "memory", "busy"):
             raise
@@ -139,37 +150,46 @@ async def series(
     store: Store,
     limits: Limits,
     y: Annotated[
-        Literal["return", "length", "throughput"],
-        Query(description="The values: of ended episodes, or rows written per second (`throughput`)."),
+        str,
+        Query(
+            pattern=Y_PATTERN,
+            description="The values: `return` or `length` of ended episodes; `info.` and a fact; `measure.`, "
+            "a measure and after a dot its field; `field.` and a number of the rows, such as `next.reward` "
+            "or `state:0`, of which each episode has the mean; or rows written per second (`throughput`).",
+            examples=["return"],
+        ),
     ] = "return",
     x: Annotated[
-        Literal["episode", "time", "rows"],
+        X,
         Query(
-            description="The order of episodes: by id, by the time of their end, or by the number of rows "
-            "that were written until then. `throughput` is over `time`."
+            description="The order of episodes: by id, by the time of their end, by the number of rows "
+            "that were written until then, or by the fact or field `policy_version`. `throughput` is over "
+            "`time`."
         ),
     ] = "episode",
     by: Annotated[
         str,
         Query(
             pattern=BY_PATTERN,
-            description="What the episodes of a group have in common: `none`, `source`, `session`, `status`, "
-            "or `info.` and the name of a fact.",
+            description="What the episodes of a group have in common: `none`, `source`, `session`, `split`, "
+            "`status`, or `info.` and the name of a fact.",
             examples=["source"],
         ),
     ] = "none",
     points: Annotated[int, Query(ge=1, le=2000, description="Most bins of a group.")] = 500,
     where: EpisodeCondition = None,
 ) -> Response:
-    """Return values in bins of equal width, for charts: mean, minimum, maximum and count of each bin.
+    """Return values in bins of equal width, for charts: mean, quantiles, extremes and count of each bin.
 
     Only ended episodes with a finite value count, also those whose rows are not in the store any more. There
     are at most 20 groups; the smaller ones are together in the last one. With a condition, groups have fewer
-    bins if the server's limit of SQL rows requires it. `throughput` comes from the times of the readable
+    bins if the server's limit of SQL rows requires it. Fields of the rows are read within the limits of
+    `/sql`. `throughput` comes from the times of the readable
     rows, and has neither groups nor a condition. Without a condition, an answer may be reused for 20 times
     the time that it took, at most 5 seconds.
     """
-    if where is not None:
+    is_limited = where is not None or is_over_rows(y)
+    if is_limited:
         check_sql(limits)
     if y == "throughput" and (by != "none" or where is not None):
         raise Refusal(422, "throughput has neither groups nor a condition", hint="leave by and where out")
@@ -177,9 +197,9 @@ async def series(
     def ask() -> bytes:
         if y == "throughput":
             return throughput_of(store.rb.storage, points).model_dump_json().encode()
-        most = points if where is None else max(1, min(points, limits.sql_rows // GROUPS))
-        sql, params = build_query(Filters(where), y, x, by, most)
-        table, _ = _ask(store, limits, where, sql, params, rows=GROUPS * most)
+        most = max(1, min(points, limits.sql_rows // GROUPS)) if is_limited else points
+        sql, params = build_query(Filters(where), store.rb.schema, y, x, by, most)
+        table, _ = _ask(store, limits, is_limited, sql, params, rows=GROUPS * most)
         return series_of(y, x, table).model_dump_json().encode()
 
     # A condition may run for long and fail: clients must not wait for one another's.
@@ -217,6 +237,31 @@ async def odd(
     are measured by and by.
     """
     return Response(await store.run(lambda: store.findings.list_odd(limit, threshold)), media_type=JSON)
+
+
+@router.get("/stores/{name}/facets", summary="Count facts", response_model=Facets, responses=problems(504))
+async def facets(
+    store: Store,
+    limits: Limits,
+    where: EpisodeCondition = None,
+    values: Annotated[int, Query(ge=1, le=100, description="Most values of each facet.")] = 10,
+) -> Response:
+    """Count the episodes by source, status, split and the values of their facts.
+
+    Facts of the store itself, such as measures, and facts that are lists or objects are left out. A condition
+    is evaluated in the sandbox of `/sql`, within its limits. Without a condition, an answer may be reused for
+    20 times the time that it took, at most 5 seconds.
+    """
+    if where is not None:
+        check_sql(limits)
+
+    def ask() -> bytes:
+        sql, params = count_facts(Filters(where), values)
+        table, _ = _ask(store, limits, where is not None, sql, params, rows=limits.sql_rows)
+        return facets_of(table).model_dump_json().encode()
+
+    find = ask if where is not None else lambda: store.charts.find(("facets", values), ask)
+    return Response(await store.run(find), media_type=JSON)
 
 
 @router.get("/stores/{name}/relations", summary="Describe relations of SQL", responses=problems())

@@ -13,7 +13,8 @@ import {
   setToken,
   takeTokenFromAddress,
 } from "./client.js";
-import { emptyState, errorState, h, replace } from "./dom.js";
+import { emptyState, errorState, h, replace, updateTime } from "./dom.js";
+import { FILTER } from "./episode_data.js";
 
 /**
  * What a page gets.
@@ -39,13 +40,19 @@ const PAGES = [
     names: ["store", "episode"],
     load: () => import("./pages/episode.js"),
   },
+  { path: /^\/stores\/([^/]+)\/pair$/, names: ["store"], load: () => import("./pages/pair.js") },
+  { path: /^\/stores\/([^/]+)\/lists$/, names: ["store"], load: () => import("./pages/lists.js") },
   { path: /^\/stores\/([^/]+)\/sql$/, names: ["store"], load: () => import("./pages/sql.js") },
   { path: /^\/stores\/([^/]+)\/sampling$/, names: ["store"], load: () => import("./pages/sampling.js") },
 ];
-/** Pages of one store, for the navigation. */
+/** Milliseconds after which a page without content says that loading takes long. */
+const LONG = 4000;
+/** Pages of one store, for the navigation; the first ones share their filter. */
 const TABS = [
   ["", "Overview"],
   ["/episodes", "Episodes"],
+  ["/pair", "Two episodes"],
+  ["/lists", "Lists"],
   ["/sql", "SQL"],
   ["/sampling", "Sampling"],
 ];
@@ -89,11 +96,16 @@ async function show() {
   const params = Object.fromEntries(page.entry.names.map((name, number) => [name, values[number]]));
   drawNavigation(params.store ?? null, path);
   document.body.removeAttribute("data-ready");
+  const note = h("p.loading", { role: "status" }, "Loading…"); // a page replaces it
+  if (root.childElementCount === 0) root.append(note);
+  const timer = setTimeout(() => {
+    note.textContent = "Still loading: the server is busy.";
+  }, LONG);
   try {
     const [module, server] = await Promise.all([page.entry.load(), getJson("v1/stores", { signal: here.signal })]);
     if (here.signal.aborted) return;
     document.title = `${module.title(params)} · expstore`;
-    root.replaceChildren();
+    root.replaceChildren(note);
     const setQuery = (/** @type {Record<string, any>} */ changes, { push = false } = {}) => {
       if (here.signal.aborted) return;
       const entries = { ...Object.fromEntries(read().query), ...changes };
@@ -101,14 +113,17 @@ async function show() {
       if (next === location.hash) return;
       history[push ? "pushState" : "replaceState"](null, "", next);
       address = next;
+      drawNavigation(params.store ?? null, path);
     };
     await module.render(root, { params, query, setQuery, signal: here.signal, server });
   } catch (error) {
+    clearTimeout(timer);
     if (here.signal.aborted) return;
     const code = error instanceof ApiError ? error.status : null;
     if (code === 401) return; // the question for the token is shown
     replace(root, errorState(error), code === 404 ? h("p", null, h("a", { href: "#/" }, "All stores")) : null);
   }
+  clearTimeout(timer);
   if (!here.signal.aborted) document.body.dataset.ready = path;
 }
 
@@ -116,6 +131,9 @@ async function show() {
 function drawNavigation(store, path) {
   const link = (/** @type {string} */ to, /** @type {string} */ text, /** @type {boolean} */ here) =>
     h("a", { href: to, "aria-current": here ? "page" : null }, text);
+  const isFiltered = (/** @type {string} */ at) => !/\/(sql|sampling)$/.test(at); // their `where` is of rows
+  const shared = [...read().query].filter(([name]) => isFiltered(path) && FILTER.includes(name));
+  const filter = new URLSearchParams(shared).toString();
   const base = store === null ? "" : `/stores/${encodeURIComponent(store)}`;
   replace(
     nav,
@@ -126,10 +144,16 @@ function drawNavigation(store, path) {
       : [
           h("span.nav-store", { title: store }, store),
           TABS.map(([rest, text]) =>
-            link(`#${base}${rest}`, text, rest === "" ? path === base : path.startsWith(base + rest)),
+            link(
+              `#${base}${rest}${filter && isFiltered(rest) ? `?${filter}` : ""}`,
+              text,
+              rest === "" ? path === base : path.startsWith(base + rest),
+            ),
           ),
         ],
   );
+  const here = /** @type {HTMLElement | null} */ (nav.querySelector("[aria-current]"));
+  if (here) nav.scrollLeft = here.offsetLeft - nav.offsetLeft - nav.clientWidth / 2; // on a phone
 }
 
 /** Ask for the token, and try again with it. */
@@ -192,6 +216,7 @@ function start() {
   window.addEventListener("popstate", () => {
     if (location.hash !== address) show();
   });
+  setInterval(() => document.querySelectorAll("time[data-at]").forEach(/** @type {any} */ (updateTime)), 10_000);
   show();
 }
 

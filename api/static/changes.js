@@ -4,9 +4,8 @@
 import { storeHref } from "./addresses.js";
 import { getJson, isHandled, storePath } from "./client.js";
 import { errorState, h, refresh, replace } from "./dom.js";
-import { integer, time } from "./format.js";
+import { integer, shorten, time } from "./format.js";
 import { repeat } from "./live.js";
-import { shorten } from "./series.js";
 import { table } from "./table.js";
 
 /** Milliseconds between two looks at a store that grows. The server may answer with a list of a minute ago. */

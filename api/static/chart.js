@@ -2,13 +2,14 @@
 /** Charts, drawn by uPlot in the colours of the style sheet, each with its figures as a table for screen readers. */
 
 import { h } from "./dom.js";
-import { number, time as formatTime } from "./format.js";
+import { distinct, duration, number, time as formatTime } from "./format.js";
+import { table } from "./table.js";
 
 const uPlot = /** @type {any} */ (window).uPlot;
 /** Most points of a series. */
 const MOST_POINTS = 10_000;
 /** Number of `--series-N` colours. */
-const COLOURS = 8;
+export const COLOURS = 8;
 
 /**
  * A colour of the style sheet, for the scheme that the reader uses; canvases do not know `light-dark()`.
@@ -52,6 +53,7 @@ export function paletteColour(number) {
 /**
  * @typedef {object} Chart
  * @property {(x: number[], series: Series[]) => void} setData
+ * @property {(marks: {x: number, label: string}[]) => void} setMarks Draw a line with a label at places of the x axis.
  * @property {(x: number | null) => void} setCursor Mark a place of the x axis.
  * @property {(low: number | null, high: number | null) => void} setRange Mark a range of the x axis.
  * @property {HTMLElement} element
@@ -68,6 +70,7 @@ export function paletteColour(number) {
  * @param {string} [options.xLabel]
  * @param {string} [options.yLabel]
  * @param {boolean} [options.isTime] Whether x is in milliseconds since 1970.
+ * @param {boolean} [options.isDuration] Whether x is in seconds.
  * @param {number} [options.height] In pixels.
  * @param {boolean} [options.points] Whether to draw a dot per value.
  * @param {boolean} [options.lines] Whether to connect the values; default: true.
@@ -102,6 +105,8 @@ export function lineChart(container, options) {
   let marked = null;
   /** @type {[number, number] | null} */
   let range = null;
+  /** @type {{x: number, label: string}[]} */
+  let marks = [];
 
   // An element over the plot, so that a cursor that moves with each step does not draw the lines again.
   const cursor = h("div.chart-cursor", { hidden: true });
@@ -114,7 +119,7 @@ export function lineChart(container, options) {
   const draw = () => {
     plot?.destroy();
     plot = new uPlot(
-      settings(options, x, series, place, placeCursor, () => range),
+      settings(options, x, series, place, placeCursor, () => ({ range, marks })),
       dataOf(x, series),
       place,
     );
@@ -154,6 +159,10 @@ export function lineChart(container, options) {
       else draw();
       if (details.open) figures.replaceChildren(figureTable(options, x, series));
     },
+    setMarks(next) {
+      marks = next;
+      plot?.redraw(false, false);
+    },
     setCursor(value) {
       marked = value;
       if (plot) placeCursor();
@@ -186,7 +195,7 @@ function settings(
   /** @type {Series[]} */ series,
   /** @type {HTMLElement} */ place,
   /** @type {() => void} */ placeCursor,
-  /** @type {() => [number, number] | null} */ range,
+  /** @type {() => {range: [number, number] | null, marks: {x: number, label: string}[]}} */ overlay,
 ) {
   const ink = css("--ink-soft");
   const line = css("--line");
@@ -219,7 +228,7 @@ function settings(
       spanGaps: true,
       fill: options.bars ? colour : undefined,
       points: { show: options.points ?? x.length < 2, size: 4, fill: colour, stroke: colour, width: 1 },
-      value: (/** @type {any} */ _, /** @type {number} */ value) => number(value),
+      value: (/** @type {any} */ _, /** @type {number | null} */ value) => (value === null ? "" : number(value)),
     });
     if (one.low && one.high) {
       const edge = {
@@ -260,20 +269,20 @@ function settings(
       drag: { x: Boolean(options.onRange), y: false, setScale: false },
     },
     axes: [
-      { ...axis, label: options.xLabel, labelSize: options.xLabel ? 18 : 0, size: 32, ...xTicks(options) },
+      { ...axis, label: options.xLabel, labelSize: options.xLabel ? 18 : 0, size: 32, ...xTicks(options, x) },
       {
         ...axis,
         label: options.yLabel,
         labelSize: options.yLabel ? 18 : 0,
         size: 56,
-        values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map(number),
+        values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => distinct(ticks.map(number)),
       },
     ],
     series: [
       {
         label: options.xLabel ?? "x",
-        value: (/** @type {any} */ _, /** @type {number} */ value) =>
-          options.isTime ? formatTime(value) : number(value),
+        value: (/** @type {any} */ _, /** @type {number | null} */ value) =>
+          value === null ? "" : formatX(options, value),
       },
       ...entries,
     ],
@@ -285,7 +294,8 @@ function settings(
       ],
       draw: [
         (/** @type {any} */ plot) => {
-          const chosen = range();
+          const { range: chosen, marks } = overlay();
+          for (const mark of marks) drawMark(plot, mark);
           if (chosen) {
             const [from, to] = chosen.map((value) =>
               Math.min(Math.max(plot.valToPos(value, "x", true), plot.bbox.left), plot.bbox.left + plot.bbox.width),
@@ -311,26 +321,67 @@ function settings(
   };
 }
 
-/** Ticks of the x axis: times of a day or dates, powers of ten, or what uPlot chooses. */
-function xTicks(/** @type {any} */ { isTime, isLog }) {
+/** @param {any} plot @param {{x: number, label: string}} mark */
+function drawMark({ ctx, bbox, valToPos }, { x, label }) {
+  const at = valToPos(x, "x", true);
+  if (!(at >= bbox.left && at <= bbox.left + bbox.width)) return;
+  const isRight = at > bbox.left + 0.7 * bbox.width;
+  ctx.save();
+  ctx.strokeStyle = ctx.fillStyle = css("--bad");
+  ctx.lineWidth = devicePixelRatio;
+  ctx.setLineDash([4 * devicePixelRatio, 3 * devicePixelRatio]);
+  ctx.beginPath();
+  ctx.moveTo(at, bbox.top);
+  ctx.lineTo(at, bbox.top + bbox.height);
+  ctx.stroke();
+  ctx.font = `${11 * devicePixelRatio}px system-ui`;
+  ctx.textAlign = isRight ? "right" : "left";
+  ctx.textBaseline = "top";
+  ctx.fillText(label, at + (isRight ? -4 : 4) * devicePixelRatio, bbox.top);
+  ctx.restore();
+}
+
+/** @param {any} options @param {number} value */
+function formatX({ isTime, isDuration }, value) {
+  return isTime ? formatTime(value) : isDuration ? duration(value) : number(value);
+}
+
+/** Seconds that a reader expects at the ticks of an axis of durations. */
+const DURATIONS = [1, 5, 10, 30, 60, 300, 600, 1800, 3600, 10_800, 21_600, 86_400, 604_800, 2_592_000, 31_536_000];
+
+/** Distances of ticks on an axis of whole numbers. */
+const WHOLE = Array.from({ length: 15 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat();
+
+/** Ticks of the x axis: times of a day or dates, durations, powers of ten, or what uPlot chooses. */
+function xTicks(/** @type {any} */ { isTime, isLog, isDuration }, /** @type {number[]} */ x) {
   if (isTime) {
     return {
       space: 90,
       values: (/** @type {any} */ plot, /** @type {number[]} */ ticks) => {
         const span = plot.scales.x.max - plot.scales.x.min;
         const [from, to] = span > 2 * 86_400_000 ? [5, 16] : span > 7_200_000 ? [11, 16] : [11, 19];
-        return ticks.map((tick) => formatTime(tick).slice(from, to));
+        return distinct(ticks.map((tick) => formatTime(tick).slice(from, to)));
       },
     };
   }
-  if (!isLog) return {};
+  const values = (/** @type {any} */ _, /** @type {number[]} */ ticks) =>
+    distinct(ticks.map(isDuration ? duration : number));
+  if (!isLog && isDuration) return { values, incrs: DURATIONS, space: 90 };
+  if (!isLog) return x.every(Number.isInteger) ? { values, incrs: WHOLE } : { values };
   return {
+    space: 60,
+    filter: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks, // uPlot would hide most of them
     splits: (/** @type {any} */ _, /** @type {number} */ __, /** @type {number} */ low, /** @type {number} */ high) => {
+      const durations = DURATIONS.filter((tick) => tick >= low && tick <= high);
+      if (isDuration && durations.length > 1)
+        return durations.filter((___, at) => at % Math.ceil(durations.length / 6) === 0);
       const [first, last] = [Math.ceil(Math.log10(low)), Math.floor(Math.log10(high))];
       return Array.from({ length: Math.max(last - first + 1, 0) }, (___, number) => 10 ** (first + number));
     },
-    values: (/** @type {any} */ _, /** @type {number[]} */ ticks) =>
-      ticks.map((tick) => (tick >= 0.001 && tick < 1e5 ? number(tick) : tick.toExponential(0))),
+    values: isDuration
+      ? values
+      : (/** @type {any} */ _, /** @type {number[]} */ ticks) =>
+          ticks.map((tick) => (tick >= 0.001 && tick < 1e5 ? number(tick) : tick.toExponential(0))),
   };
 }
 
@@ -343,6 +394,7 @@ function xTicks(/** @type {any} */ { isTime, isLog }) {
  * @param {number[]} options.edges One more than counts.
  * @param {number[]} options.counts
  * @param {string} [options.xLabel]
+ * @param {boolean} [options.isDuration] Whether edges are in seconds.
  * @param {number} [options.height]
  * @param {(low: number, high: number) => void} [options.onRange]
  * @param {AbortSignal} [options.signal]
@@ -439,35 +491,19 @@ export function thin(x, columns, most = MOST_POINTS) {
 
 function figureTable(/** @type {any} */ options, /** @type {number[]} */ x, /** @type {Series[]} */ series) {
   const stride = Math.ceil(x.length / 200);
-  const rows = x.map((_, number) => number).filter((number) => number % stride === 0);
-  return h(
-    "div.scroll",
-    { tabindex: "0", role: "region", "aria-label": `Figures: ${options.title}` },
-    h(
-      "table",
-      null,
-      h(
-        "thead",
-        null,
-        h(
-          "tr",
-          null,
-          h("th", { scope: "col" }, options.xLabel ?? "x"),
-          series.map((one) => h("th", { scope: "col" }, one.label)),
-        ),
-      ),
-      h(
-        "tbody",
-        null,
-        rows.map((at) =>
-          h(
-            "tr",
-            null,
-            h("td.number", null, options.isTime ? formatTime(x[at]) : number(x[at])),
-            series.map((one) => h("td.number", null, number(one.values[at]))),
-          ),
-        ),
-      ),
-    ),
-  );
+  const rows = x.map((_, at) => ({ at })).filter(({ at }) => at % stride === 0);
+  const figure = (/** @type {number | null} */ value) => (value === null || value === undefined ? "" : number(value));
+  return table({
+    label: `Figures: ${options.title}`,
+    rows,
+    columns: [
+      { key: "x", title: options.xLabel ?? "x", isNumber: true, draw: ({ at }) => formatX(options, x[at]) },
+      ...series.map((one, place) => ({
+        key: String(place),
+        title: one.label,
+        isNumber: true,
+        draw: (/** @type {any} */ { at }) => figure(one.values[at]),
+      })),
+    ],
+  });
 }

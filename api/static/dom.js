@@ -1,6 +1,11 @@
 // @ts-check
 /** Build elements. Texts become text nodes, never markup, so nothing that a store contains can run. */
 
+import { ago, cell, shorten, time as formatTime, toMilliseconds } from "./format.js";
+
+/** Kinds of errors whose message is about SQL. */
+const SQL_KINDS = ["query", "schema"];
+
 /**
  * Create an element.
  *
@@ -135,12 +140,45 @@ export function emptyState(title, ...children) {
  * An error in place of content.
  *
  * @param {any} error An `ApiError` or another error.
+ * @param {boolean} [isTyped] Whether the reader has typed the SQL that failed, and so understands a message about it.
  */
-export function errorState(error) {
+export function errorState(error, isTyped = false) {
+  const isOwn = !isTyped && SQL_KINDS.includes(error.kind);
+  const hint = isOwn ? "The filter in the address may not suit this store: remove it, or reload the page." : error.hint;
   return h(
     "div.error",
     { role: "alert" },
-    h("p", null, error.message ?? String(error)),
-    error.hint ? h("p.hint", null, error.hint) : null,
+    h("p", null, isOwn ? "The server cannot answer this for the present filter." : (error.message ?? String(error))),
+    hint ? h("p.hint", null, hint) : null,
   );
+}
+
+/**
+ * A time as how long ago it was; the time itself is its title.
+ *
+ * @param {any} value As of `time` of format.js.
+ */
+export function relativeTime(value) {
+  const at = toMilliseconds(value);
+  if (value === null || value === undefined || Number.isNaN(at)) return h("span.soft", null, "unknown");
+  const element = h("time", { title: formatTime(at), datetime: new Date(at).toISOString(), "data-at": at });
+  updateTime(element);
+  return element;
+}
+
+/** @param {HTMLElement} element A result of `relativeTime`. */
+export function updateTime(element) {
+  element.textContent = ago(Math.max(0, Date.now() - Number(element.dataset.at)) / 1000);
+}
+
+/**
+ * A fact as text, or as a link if it is an address of the web; a program's text is never another kind of link.
+ *
+ * @param {any} value
+ * @param {number} [most] Letters that are shown.
+ */
+export function linked(value, most = 200) {
+  const text = shorten(cell(value), most);
+  if (typeof value !== "string" || !/^https?:\/\/[^\s]+$/i.test(value) || !URL.canParse(value)) return text;
+  return h("a", { href: new URL(value).href, target: "_blank", rel: "noopener noreferrer" }, text);
 }

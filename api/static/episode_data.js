@@ -6,19 +6,25 @@ import { getJson, parseJson, readJson, request, storePath } from "./client.js";
 /** Episodes that are looked through for the one before. */
 const NEAR = 200;
 /** Names of the parameters that make a filter, in addresses of pages. */
-export const FILTER = ["where", "source", "status", "facts", "order"];
+export const FILTER = ["where", "source", "status", "split", "facts", "since", "until", "order"];
+/** Columns of episodes that a filter compares with a text. */
+const COLUMNS = /** @type {const} */ (["source", "status", "split"]);
 
 /**
  * @typedef {object} Filter
  * @property {string} where An SQL condition over episodes; "": none.
  * @property {string} source
  * @property {string} status
+ * @property {string} split
+ * @property {string} since Milliseconds since 1970: only episodes that ended then or later; "": all.
+ * @property {string} until
  * @property {Record<string, string>} facts Values of facts as text.
  * @property {string} order A column; "-column": descending.
  */
 
 /**
- * A row of the relation `episodes`; `info` is an object without the fact about selections, which is `marks`.
+ * A row of the relation `episodes`; `info` is an object without the facts of the store itself; `marks` is the one
+ * about selections.
  *
  * @typedef {Record<string, any>} Episode
  */
@@ -33,23 +39,28 @@ export function readFilter(query) {
   } catch {
     // An address that was edited by hand: no facts.
   }
+  const text = (/** @type {string} */ name) => query.get(name) ?? "";
+  const moment = (/** @type {string} */ name) => (/^\d{1,15}$/.test(text(name)) ? text(name) : "");
   return {
-    where: query.get("where") ?? "",
-    source: query.get("source") ?? "",
-    status: query.get("status") ?? "",
+    where: text("where"),
+    source: text("source"),
+    status: text("status"),
+    split: text("split"),
+    since: moment("since"),
+    until: moment("until"),
     facts,
-    order: query.get("order") ?? "",
+    order: text("order"),
   };
 }
 
 /** @param {Filter} filter Parameters of the address; "" removes one. */
-export function writeFilter({ where, source, status, facts, order }) {
-  return { where, source, status, order, facts: Object.keys(facts).length ? JSON.stringify(facts) : "" };
+export function writeFilter({ facts, ...rest }) {
+  return { ...rest, facts: Object.keys(facts).length ? JSON.stringify(facts) : "" };
 }
 
 /** @param {Filter} filter @returns {boolean} */
-export function hasFilter({ where, source, status, facts }) {
-  return Boolean(where || source || status || Object.keys(facts).length);
+export function hasFilter({ order, ...filter }) {
+  return Object.values(writeFilter({ ...filter, order: "" })).some(Boolean);
 }
 
 /** @param {any} value A value as SQL. */
@@ -75,19 +86,27 @@ function factCondition(name, value) {
   return `(${text} = '${value}' OR (${isSameFloat}))`;
 }
 
-/** A condition that ends with a comment is on lines of its own.
+/**
+ * The SQL condition of a filter; "": none. A condition that ends with a comment is on lines of its own.
  *
- * @param {Filter} filter @returns {string} The SQL condition of `where` and facts; "": none. */
-export function conditionOf({ where, facts }) {
-  const parts = Object.entries(facts).map(([name, value]) => factCondition(name, String(value)));
+ * @param {Filter} filter
+ * @param {readonly string[]} [columns] Columns that are part of the condition.
+ */
+export function conditionOf({ where, facts, since, until, ...filter }, columns = COLUMNS) {
+  const parts = COLUMNS.filter((name) => columns.includes(name) && filter[name]).map(
+    (name) => `${name} = ${literal(filter[name])}`,
+  );
+  if (since) parts.push(`end_time >= make_timestamp(${since}000)`);
+  if (until) parts.push(`end_time < make_timestamp(${until}000)`);
+  parts.push(...Object.entries(facts).map(([name, value]) => factCondition(name, String(value))));
   if (where) parts.unshift(parts.length ? `(${where}\n)` : where);
   return parts.join(" AND ");
 }
 
-/** @param {Filter} filter Parameters of a request that lists episodes. */
+/** @param {Filter} filter Parameters of a request that lists episodes: source and status need no SQL. */
 export function requestQuery(filter) {
   const { source, status } = filter;
-  return { source, status, where: conditionOf(filter) };
+  return { source, status, where: conditionOf(filter, ["split"]) };
 }
 
 /**
@@ -100,9 +119,14 @@ export function episodesOf({ columns, rows }) {
   return rows.map((values) => {
     const episode = Object.fromEntries(columns.map((name, number) => [name, values[number]]));
     const { info } = episode;
-    const { _selections: marks, ...facts } = typeof info === "string" ? parseJson(info) : (info ?? {});
-    return { ...episode, info: facts, marks: marks ?? {} };
+    const facts = typeof info === "string" ? parseJson(info) : (info ?? {});
+    return { ...episode, info: ownFacts(facts), marks: facts._selections ?? {} };
   });
+}
+
+/** @param {Record<string, any>} facts @returns {Record<string, any>} Those that are not the store's own. */
+export function ownFacts(facts) {
+  return Object.fromEntries(Object.entries(facts).filter(([name]) => !name.startsWith("_")));
 }
 
 /**
@@ -130,8 +154,7 @@ export async function getEpisode(store, id, signal) {
 export async function neighbourOf(store, episode, filter, direction, sql, signal) {
   const id = episode.episode_id;
   const path = storePath(store, "/episodes");
-  const condition = conditionOf(filter);
-  const { source, status } = filter;
+  const { source, status, where: condition } = requestQuery(filter);
   const named = filter.order.replace(/^-/, "");
   const column = named in episode && named !== "info" ? named : "episode_id";
   const descending = filter.order.startsWith("-");
@@ -184,8 +207,7 @@ export async function changeFacts(store, id, changes, signal) {
     body: { info: changes },
     signal,
   });
-  const { _selections: _, ...facts } = (await readJson(response)).info ?? {};
-  return facts;
+  return ownFacts((await readJson(response)).info ?? {});
 }
 
 /**

@@ -1,22 +1,23 @@
 // @ts-check
-/** Numbers, sizes and times as people read them. */
+/** Numbers, sizes and times as people read them. A value that is missing is the word "unknown". */
 
 const INTEGER = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const UNKNOWN = "unknown";
 const SHORT = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
 
 /** @param {number | null | undefined} value Such as 1234567: "1,234,567". */
 export function integer(value) {
-  return value === null || value === undefined ? "–" : INTEGER.format(value);
+  return value === null || value === undefined ? UNKNOWN : INTEGER.format(value);
 }
 
 /** @param {number | null | undefined} value Such as 1234567: "1.2M". */
 export function compact(value) {
-  return value === null || value === undefined ? "–" : SHORT.format(value);
+  return value === null || value === undefined ? UNKNOWN : SHORT.format(value);
 }
 
 /** @param {any} value A measured number, with at most four significant digits. */
 export function number(value) {
-  if (value === null || value === undefined) return "–";
+  if (value === null || value === undefined) return UNKNOWN;
   if (typeof value !== "number") return String(value);
   if (Number.isInteger(value) && Math.abs(value) < 1e6) return INTEGER.format(value);
   const size = Math.abs(value);
@@ -26,7 +27,7 @@ export function number(value) {
 
 /** @param {number | null | undefined} value Bytes, in powers of 1024. */
 export function bytes(value) {
-  if (value === null || value === undefined) return "–";
+  if (value === null || value === undefined) return UNKNOWN;
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let size = value;
   let unit = 0;
@@ -37,21 +38,53 @@ export function bytes(value) {
   return `${unit === 0 || size >= 100 ? Math.round(size) : size.toFixed(1)} ${units[unit]}`;
 }
 
+/** A unit, its seconds, and the unit of the rest. */
+const UNITS = /** @type {[string, number, string, number][]} */ ([
+  ["d", 86_400, "h", 3600],
+  ["h", 3600, "min", 60],
+  ["min", 60, "s", 1],
+]);
+
 /** @param {number | null | undefined} seconds */
 export function duration(seconds) {
-  if (seconds === null || seconds === undefined) return "–";
-  if (seconds < 1) return `${Math.round(seconds * 1000)} ms`;
-  if (seconds < 60) return `${seconds.toFixed(seconds < 10 ? 1 : 0)} s`;
-  if (seconds < 3600) return `${Math.floor(seconds / 60)} min ${Math.round(seconds % 60)} s`;
-  if (seconds < 86_400) return `${Math.floor(seconds / 3600)} h ${Math.round((seconds % 3600) / 60)} min`;
-  return `${Math.floor(seconds / 86_400)} d ${Math.round((seconds % 86_400) / 3600)} h`;
+  if (seconds === null || seconds === undefined) return UNKNOWN;
+  if (seconds !== 0 && seconds < 1) return `${Math.round(seconds * 1000)} ms`;
+  if (seconds < 60) return `${Number(seconds.toFixed(seconds < 10 ? 1 : 0))} s`;
+  const [unit, size, part, step] =
+    UNITS.find(([, least, , each]) => Math.round(seconds / each) * each >= least) ?? UNITS[2];
+  const whole = Math.round(seconds / step);
+  const rest = whole % (size / step);
+  return `${Math.floor((whole * step) / size)} ${unit}${rest ? ` ${rest} ${part}` : ""}`;
+}
+
+/** @param {number} seconds How long ago something was: "3 min ago". */
+export function ago(seconds) {
+  return seconds < 1 ? "just now" : `${duration(seconds).split(" ").slice(0, 2).join(" ")} ago`;
+}
+
+/**
+ * Labels of the ticks of an axis, without those that would repeat the one before.
+ *
+ * @param {string[]} labels
+ */
+export function distinct(labels) {
+  return labels.map((label, number) => (label === labels[number - 1] ? "" : label));
+}
+
+/**
+ * Milliseconds since 1970 of a time; NaN: it is none.
+ *
+ * @param {any} time ISO text without a zone is UTC.
+ */
+export function toMilliseconds(time) {
+  const hasZone = typeof time !== "string" || /[zZ]|[+-]\d\d(:?\d\d)?$/.test(time.slice(19));
+  return new Date(hasZone ? time : `${time.replace(" ", "T")}Z`).getTime();
 }
 
 /** @param {string | number | null | undefined} time ISO text without a zone is UTC; shown in the reader's zone. */
 export function time(time) {
-  if (time === null || time === undefined) return "–";
-  const text = typeof time === "string" && !/[zZ]|[+-]\d\d:?\d\d$/.test(time) ? `${time.replace(" ", "T")}Z` : time;
-  const moment = new Date(text);
+  if (time === null || time === undefined) return UNKNOWN;
+  const moment = new Date(toMilliseconds(time));
   if (Number.isNaN(moment.getTime())) return String(time);
   const pad = (/** @type {number} */ part) => String(part).padStart(2, "0");
   const day = `${moment.getFullYear()}-${pad(moment.getMonth() + 1)}-${pad(moment.getDate())}`;
@@ -67,4 +100,9 @@ export function cell(value) {
   if (value === null || value === undefined) return "";
   const text = typeof value === "object" ? JSON.stringify(value) : String(value);
   return text.length > 200 ? `${text.slice(0, 199)}…` : text;
+}
+
+/** @param {string} text @param {number} [most] */
+export function shorten(text, most = 60) {
+  return text.length > most ? `${text.slice(0, most - 1)}…` : text;
 }

@@ -15,9 +15,9 @@ const MOST_SIDE = 512;
 /** Requests of one field at a time. */
 const REQUESTS = 2;
 /** Small images are enlarged to about this side, in CSS pixels: of one field, of two, and of more. */
-const ENLARGED = [288, 224, 160];
+const ENLARGED = [480, 336, 240];
 /** Large images are shown with this side. */
-const REDUCED = [512, 384, 256];
+const REDUCED = [720, 480, 320];
 /** Steps per second at normal speed. */
 const STEPS_PER_SECOND = 30;
 const SPEEDS = [0.25, 0.5, 1, 2, 4, 8, 16];
@@ -191,8 +191,9 @@ export class FrameCache {
  * @property {HTMLElement} element
  * @property {() => number} step
  * @property {(step: number) => void} seek
+ * @property {(step: number) => void} show Show a step without pausing.
  * @property {(fields: any[]) => void} setFields Show other image fields.
- * @property {(count: number) => void} setCount Tell that the episode has grown.
+ * @property {(count: number, first?: number) => void} setCount Tell that the episode has grown, or its first step.
  * @property {() => void} pause
  */
 
@@ -209,6 +210,7 @@ export class FrameCache {
  * @param {number} options.step Position at the start, from 0.
  * @param {number} options.speed
  * @param {boolean} options.loop
+ * @param {"all" | "steps" | "none"} [options.controls] "steps": nothing plays; "none": another player moves this one.
  * @param {(step: number) => void} options.onStep Called when another step is shown.
  * @param {(step: number) => void} options.onRest Called when the reader has stopped at a step.
  * @param {(changes: {speed?: number, loop?: boolean}) => void} options.onChange
@@ -216,7 +218,8 @@ export class FrameCache {
  * @returns {Player}
  */
 export function createPlayer(options) {
-  const { store, episode, signal, first } = options;
+  const { store, episode, signal, controls = "all" } = options;
+  let { first } = options;
   let { count, speed, loop } = options;
   let step = Math.max(0, Math.min(options.step, count - 1));
   let playing = false;
@@ -272,16 +275,15 @@ export function createPlayer(options) {
     screens,
     h(
       "div.row.player-controls",
-      null,
+      { hidden: controls === "none" },
       jump("«", "First step (Home)", () => 0),
       jump("‹", "Step back (Left)", () => step - 1),
-      play,
+      controls === "all" ? play : null,
       jump("›", "Step forward (Right)", () => step + 1),
       jump("»", "Last step (End)", () => count - 1),
       slider,
       place,
-      speeds,
-      h("label.tick", null, looping, "Loop"),
+      controls === "all" ? [speeds, h("label.tick", null, looping, "Loop")] : null,
     ),
   );
 
@@ -421,11 +423,12 @@ export function createPlayer(options) {
   document.addEventListener(
     "keydown",
     (event) => {
-      if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented) return;
+      if (controls === "none" || event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented) return;
       const target = /** @type {HTMLElement} */ (event.target);
       if (target !== slider && target.closest("input, textarea, select, .scroll, [contenteditable]")) return;
       if (event.key === " ") {
         if (target.closest("button, a, summary")) return; // these use the key themselves
+        if (controls !== "all") return;
         if (playing) pause();
         else start();
       } else {
@@ -453,9 +456,10 @@ export function createPlayer(options) {
     setFields,
     pause,
     step: () => step,
-    setCount(next) {
+    show,
+    setCount(next, from = first) {
       for (const { cache } of views) cache.forget(count - 1);
-      count = next;
+      [count, first] = [next, from];
       slider.max = String(count - 1);
       draw();
     },

@@ -8,21 +8,6 @@ import { conditionOf, literal } from "./episode_data.js";
 /** Remembers who changes selections, in this browser. */
 const BY = "expstore-by";
 
-/**
- * The SQL condition of a whole filter; "true" if there is none.
- *
- * @param {import("./episode_data.js").Filter} filter
- * @returns {string}
- */
-export function wholeCondition(filter) {
-  const parts = ["source", "status"]
-    .filter((name) => filter[/** @type {"source" | "status"} */ (name)])
-    .map((name) => `${name} = ${literal(filter[/** @type {"source" | "status"} */ (name)])}`);
-  const condition = conditionOf(filter);
-  if (condition) parts.push(parts.length ? `(${condition}\n)` : condition);
-  return parts.join(" AND ") || "true";
-}
-
 /** @param {string} label @param {Record<string, any>} properties */
 function field(label, properties) {
   const input = h("input", { autocomplete: "off", maxlength: "200", ...properties });
@@ -50,7 +35,7 @@ export function drawSaving({ params, signal }, filter) {
     event.preventDefault();
     const body = {
       name: name.input.value,
-      where: wholeCondition(filter()),
+      where: conditionOf(filter()) || "true",
       reason: reason.input.value,
       by: by.input.value,
     };

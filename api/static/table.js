@@ -1,13 +1,14 @@
 // @ts-check
 /** Tables that sort by their headings and scroll inside themselves. */
 
+import { isLongInteger } from "./client.js";
 import { h } from "./dom.js";
 import { cell } from "./format.js";
 
 /**
  * @typedef {object} Column
  * @property {string} key
- * @property {string} title
+ * @property {any} title A text or an element.
  * @property {boolean} [isNumber] Aligned to the right.
  * @property {boolean} [canSort] Whether the heading is a button that sorts.
  * @property {(row: any) => any} [draw] Makes the content of a cell; default: the value as text.
@@ -83,5 +84,30 @@ export function facts(pairs) {
     "dl.facts",
     null,
     pairs.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value))),
+  );
+}
+
+/** @param {number} value @param {number} most */
+export function bar(value, most) {
+  const fill = h("span");
+  fill.style.width = `${(100 * value) / most}%`;
+  return h("span.bar", { "aria-hidden": "true" }, fill);
+}
+
+/** @param {any[][]} rows @param {number} at */
+export function isNumeric(rows, at) {
+  return (
+    rows.some((row) => row[at] !== null) &&
+    rows.every((row) => row[at] === null || typeof row[at] === "number" || isLongInteger(row[at]))
+  );
+}
+
+/** @param {any[][]} rows @param {number} at */
+export function isTime(rows, at) {
+  return (
+    rows.some((row) => row[at] !== null) &&
+    rows.every(
+      (row) => row[at] === null || (typeof row[at] === "string" && /^\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d/.test(row[at])),
+    )
   );
 }

@@ -64,8 +64,10 @@ def check_group(group: Any, x: list[float], y: list[float], low: float, width: f
         bins.setdefault(int((value - low) * points // width), []).append(place)
     members = [bins[number] for number in sorted(bins)]
     assert group["count"] == [len(places) for places in members]
+    tenth = [(name, lambda part, q=q: np.quantile(part, q), y) for name, q in (("p10", 0.1), ("p90", 0.9))]
     for name, function, values in (
-        ("x", np.mean, x), ("mean", np.mean, y), ("min", np.min, y), ("max", np.max, y)
+        ("x", np.mean, x), ("mean", np.mean, y), ("min", np.min, y), ("max", np.max, y),
+        ("median", np.median, y), *tenth,
     ):  # fmt: skip
         expected = [function([values[place] for place in places]) for places in members]
         np.testing.assert_allclose(group[name], expected, rtol=1e-12)
@@ -126,6 +128,73 @@ def test_small_groups_are_together(client: httpx.Client, episodes: list[dict[str
     assert sum(sum(group["count"]) for group in told["groups"]) == COUNT
     sizes = [sum(group["count"]) for group in told["groups"][:-1]]
     assert sizes == sorted(sizes, reverse=True)
+
+
+def test_any_number_of_an_episode_is_a_series(client: httpx.Client, episodes: list[dict[str, Any]]) -> None:
+    """Facts are those of `info`, and fields are the means of the readable rows."""
+    scored = [row for row in episodes if "score" in row["info"]]
+    x, scores = [float(row["episode_id"]) for row in scored], [float(row["info"]["score"]) for row in scored]
+    (group,) = ask(client, y="info.score")["groups"]
+    check_group(group, x, scores, x[0], x[-1] - x[0] + 1, 500)
+    (group,) = ask(client, y="field.next.reward")["groups"]
+    paid = [
+        (row["episode_id"], row["return"] / row["length"]) for row in episodes if np.isfinite(row["return"])
+    ]
+    np.testing.assert_allclose(group["mean"], [value for _, value in paid], rtol=1e-6)
+    assert ask(client, y="measure.still.state")["groups"] == ask(client, y="info.kind")["groups"] == []
+    for y, word in (("field.nothing", "no field"), ("field.next.reward:0", "no number"), ("field.", "")):
+        answer = client.get(f"{RUN}/series", params={"y": y})
+        assert answer.status_code == 422
+        assert word in answer.json()["error"]["message"]
+
+
+def test_versions_are_facts_or_a_field(tmp_path: Path) -> None:
+    ends = np.array([False, True])
+    for name, of_rows in (("fact", False), ("field", True)):
+        with expstore.open(tmp_path / f"{name}.exp") as rb:
+            for number in range(6):
+                version = {"policy_version": number // 2}
+                rows: dict[str, Any] = {
+                    "state": np.full((2, 3), number, np.float32),
+                    "next": {"reward": np.ones(2) * number, "done": ends, "terminated": ends},
+                }
+                if of_rows:
+                    rows["policy_version"] = np.full(2, number // 2)
+                rb.extend(rows, episode_info={} if of_rows else version)
+            rb.episodes.measure()
+    with api_client(tmp_path, read_only=True, sql_seconds=30) as client:
+        for name in ("fact", "field"):
+            for y, factor in (("return", 2), ("field.state:1", 1), ("measure.level.state:2", 1)):
+                answer = client.get(f"/v1/stores/{name}/series", params={"x": "version", "y": y})
+                (group,) = answer.json()["groups"]
+                assert (group["x"], group["count"]) == ([0, 1, 2], [2, 2, 2])
+                assert group["median"] == [0.5 * factor, 2.5 * factor, 4.5 * factor]
+
+
+def test_facets_count_what_episodes_have(client: httpx.Client, episodes: list[dict[str, Any]]) -> None:
+    def count(**params: Any) -> dict[str, Any]:
+        answer = client.get(f"{RUN}/facets", params=params)
+        assert answer.status_code == 200, answer.text
+        return {one["name"]: one for one in answer.json()["facets"]}
+
+    found = count()
+    assert sorted(found) == ["info.kind", "info.score", "source", "split", "status"]
+    for name, read in (
+        ("source", lambda row: row["source"]),
+        ("info.score", lambda row: row["info"].get("score")),
+    ):
+        values = [str(read(row)) for row in episodes if read(row) is not None]
+        assert (found[name]["distinct"], found[name]["episodes"]) == (len({*values}), len(values))
+        counts = [value["count"] for value in found[name]["values"]]
+        assert counts == sorted(counts, reverse=True)
+        for value in found[name]["values"]:
+            same = [row["episode_id"] for row in episodes if str(read(row)) == value["value"]]
+            assert (value["count"], value["first"]) == (len(same), same[0])
+    assert len(found["info.score"]["values"]) == 10
+    assert len(count(values=100)["info.score"]["values"]) == found["info.score"]["distinct"]
+    assert count(where="length > 3")["status"]["episodes"] == sum(row["length"] > 3 for row in episodes)
+    assert count(where="false") == {}
+    assert client.get(f"{RUN}/facets", params={"where": "1) UNION SELECT 1 --"}).status_code == 422
 
 
 @pytest.mark.slow

@@ -28,6 +28,16 @@ PAGES = {
     "episode of texts": "/stores/texts/episodes/1",
     "hostile episode": "/stores/hostile/episodes/1",
     "no such episode": "/stores/run/episodes/12345",
+    "two episodes": "/stores/run/pair?source=worker-2&counts=1&sync=reward",
+    "no two episodes": "/stores/run/pair?where=false",
+    "hostile pair": "/stores/hostile/pair?a=1&b=2&counts=1",
+    "numbers": "/stores/run?left=info.level&right=field.next.reward&x=time&counts=1&status=terminated",
+    "groups": "/stores/run/lists",
+    "splits": "/stores/run/lists?of=splits&counts=1",
+    "hostile selections": "/stores/hostile/lists?of=selections",
+    "annotations": "/stores/run/lists?of=annotations",
+    "consumers": "/stores/run/lists?of=consumers",
+    "hostile lineage": "/stores/hostile/lists?of=lineage",
     "sql": "/stores/run/sql",
     "sql result": "/stores/hostile/sql?q=SELECT%20*%20FROM%20episodes&x=start_time&y=length&colour=source",
     "sampling": "/stores/run/sampling?where=next.reward%20%3C%200",
@@ -37,13 +47,20 @@ PAGES = {
     "compare nothing": "/compare",
 }
 #: Pages that are usable on a phone.
-NARROW = ("store", "hostile store", "episode", "episode of texts", "hostile episode")
+NARROW = (
+    "store", "hostile store", "episode", "episode of texts", "hostile episode", "two episodes",
+    "hostile pair", "splits", "hostile lineage", "episodes",
+)  # fmt: skip
 #: Text that a page shows once it has its data.
 MARKS = {
     "stores": "Tick up to", "no such page": "no such page", "no such store": "missing", "store": "Show these",
     "episodes": "7 episodes match", "no episodes": "No episode matches", "hostile episodes": "5 episodes",
     "episode": "Values at step", "episode of texts": "question 0", "hostile episode": "window.broken",
     "no such episode": "has no episode 12345", "sql": "Nothing was asked yet", "sql result": "5 rows",
+    "two episodes": "first differs", "no two episodes": "No two ended episodes",
+    "hostile pair": "window.broken",
+    "groups": "there are none", "splits": "best beside worst", "hostile selections": "there are none",
+    "annotations": "there are none", "consumers": "there are none", "hostile lineage": "collect",
     "sampling": "Rows that match", "hostile sampling": "Rows to draw from",
     "empty store": "No episode has ended yet", "compare nothing": "No store is chosen",
 }  # fmt: skip

@@ -5,24 +5,15 @@ import { storeHref } from "../addresses.js";
 import { ApiError, getJson, isHandled, storePath } from "../client.js";
 import { lineChart } from "../chart.js";
 import { choice, debounce, emptyState, h, refresh, replace } from "../dom.js";
-import { bytes, cell, compact, integer, number } from "../format.js";
+import { bytes, cell, compact, integer, number, shorten } from "../format.js";
 import { repeat } from "../live.js";
-import {
-  fetchSeries,
-  groupChoices,
-  nameOf,
-  readSmoothing,
-  shorten,
-  smoothingSlider,
-  toLines,
-  X_CHOICES,
-} from "../series.js";
+import { fetchSeries, groupChoices, nameOf, readSmoothing, smoothingSlider, toLines, X_CHOICES } from "../series.js";
 import { table } from "../table.js";
 
 const MOST_STORES = 8;
 /** Most lines of a chart, so that each can be told from the others, and most points of one line. */
 const MOST_LINES = 24;
-const POINTS = 400;
+const POINTS = 150;
 const PAUSE = 8000;
 const META = "meta.";
 const CHARTS = /** @type {[string, string][]} */ ([
@@ -155,13 +146,22 @@ export async function render(root, { server, query, setQuery, signal }) {
         continue;
       }
       const isTime = y === "throughput" || x === "time";
-      const xLabel = isTime ? "minutes since the first row" : { episode: "episode", rows: "rows written" }[x];
+      const xLabel = isTime
+        ? "since the first row"
+        : { episode: "episode", rows: "rows written", version: "policy version" }[x];
       const data = toLines(all.slice(0, MOST_LINES), y === "throughput" ? 0 : weight);
       if (charts[y]?.xLabel === xLabel) charts[y].chart.setData(data.x, data.series);
       else
         charts[y] = {
           xLabel,
-          chart: lineChart(places[y], { title: text, ...data, xLabel, height: y === "throughput" ? 160 : 260, signal }),
+          chart: lineChart(places[y], {
+            title: text,
+            ...data,
+            xLabel,
+            isDuration: isTime,
+            height: y === "throughput" ? 160 : 260,
+            signal,
+          }),
         };
     }
     const count = lines.length;
@@ -241,7 +241,7 @@ async function describe(name, by, x, signal) {
     ]);
     const begin = Math.min(...throughput.groups.flatMap((group) => group.x));
     const times = (/** @type {any[]} */ all) =>
-      all.map((group) => ({ ...group, x: group.x.map((/** @type {number} */ at) => (at - begin) / 60_000) }));
+      all.map((group) => ({ ...group, x: group.x.map((/** @type {number} */ at) => (at - begin) / 1000) }));
     return {
       name,
       groupBy,
@@ -353,7 +353,7 @@ function factTable(found, lines) {
       { key: "best", title: "Highest mean", isNumber: true, draw: (row) => number(row.best) },
       { key: "episodes", title: "Episodes", isNumber: true, draw: (row) => integer(row.episodes) },
       { key: "rows", title: "Rows", isNumber: true, draw: (row) => integer(row.rows) },
-      { key: "rate", title: "Rows/s", isNumber: true, draw: (row) => (row.rate ? compact(row.rate) : "–") },
+      { key: "rate", title: "Rows/s", isNumber: true, draw: (row) => compact(row.rate) },
       { key: "bytes", title: "Size", isNumber: true, draw: (row) => bytes(row.bytes) },
       ...names.map((name) => ({
         key: META + name,

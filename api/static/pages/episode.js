@@ -3,9 +3,9 @@
 
 import { storeHref } from "../addresses.js";
 import { getJson, storePath } from "../client.js";
-import { debounce, emptyState, errorState, h, replace } from "../dom.js";
+import { debounce, emptyState, errorState, h, relativeTime, replace } from "../dom.js";
 import { FILTER, getEpisode, hasFilter, neighbourOf, readFilter, writeFilter } from "../episode_data.js";
-import { integer, number, time } from "../format.js";
+import { integer, number } from "../format.js";
 import { groupHref, groupOf } from "../groups.js";
 import { watch } from "../live.js";
 import { createPlayer } from "../player.js";
@@ -14,7 +14,7 @@ import { facts as factList } from "../table.js";
 import { drawCharts } from "./episode/charts.js";
 import { drawConversation } from "./episode/conversation.js";
 import { drawFacts } from "./episode/facts.js";
-import { elementsOf } from "./episode/fields.js";
+import { elementsOf, withoutNext } from "./episode/fields.js";
 import { findMessages } from "./episode/messages.js";
 import { loadColumns, RowCache } from "./episode/rows.js";
 import { drawTexts } from "./episode/texts.js";
@@ -62,6 +62,9 @@ export async function render(root, context) {
   }
   replace(root, header, about);
   drawAbout();
+  const age = h("p.hint");
+  drawAge(age, episode, summary, store, signal);
+  root.append(age);
   drawHeader(header, context, episode, filter, list);
   const facts = [drawFacts(context, episode), drawSelections(context, episode)];
   if (episode.live_rows === 0) {
@@ -121,6 +124,7 @@ function drawSteps(context, episode, fields) {
     step: Number.isFinite(asked) ? asked - first : 0,
     speed: Number(query.get("speed")) || 1,
     loop: query.get("loop") === "1",
+    controls: images.length ? "all" : "steps",
     signal,
     onStep: (step) => show(step),
     onRest: debounce(300, (step) => setQuery({ step: first + step })),
@@ -156,7 +160,8 @@ class ImageSelection {
     this.images = images;
     this.setQuery = setQuery;
     const names = (query.get("images") ?? "").split(",").filter(Boolean);
-    this.names = new Set(names.length ? names : images.map((field) => field.name));
+    this.first = withoutNext(images).map((field) => field.name);
+    this.names = new Set(names.length ? names : this.first);
   }
 
   fields() {
@@ -170,7 +175,7 @@ class ImageSelection {
         if (box.checked) this.names.add(field.name);
         else this.names.delete(field.name);
         const chosen = this.fields().map((each) => each.name);
-        this.setQuery({ images: chosen.length === this.images.length ? "" : chosen.join(",") || "none" });
+        this.setQuery({ images: chosen.join() === this.first.join() ? "" : chosen.join(",") || "none" });
         onChange();
       };
       const box = h("input", { type: "checkbox", checked: this.names.has(field.name), change });
@@ -188,6 +193,23 @@ async function addGroup(pairs, store, id, signal) {
   pairs.unshift(["Group", [link, ` (${group.status}, mean return ${number(group.mean_return)})`]]);
 }
 
+/**
+ * Say how many rows were written after the last one of an episode.
+ *
+ * @param {HTMLElement} place @param {Episode} episode @param {any} summary @param {string} store
+ * @param {AbortSignal} signal
+ */
+async function drawAge(place, episode, summary, store, signal) {
+  if (episode.live_rows === 0 || !summary.fields.length) return;
+  const query = { fields: summary.fields.at(-1).name, start: episode.length - 1, count: 1 };
+  try {
+    const { rows } = await getJson(storePath(store, `/episodes/${episode.episode_id}`), { query, signal });
+    place.textContent = `${integer(summary.written - rows.id[0])} rows were written after it.`;
+  } catch {
+    // The rest of the page is as useful without.
+  }
+}
+
 /** @param {Episode} episode @param {string} store @returns {[string, any][]} */
 function describe(episode, store) {
   const source = h("a", { href: storeHref(store, "/episodes", { source: episode.source }) }, episode.source);
@@ -197,8 +219,8 @@ function describe(episode, store) {
     ["Return", number(episode.return)],
     ["Length", integer(episode.length)],
     ["Source", source],
-    ["Started", time(episode.start_time)],
-    ["Ended", episode.status === "open" ? "still open" : time(episode.end_time)],
+    ["Started", relativeTime(episode.start_time)],
+    ["Ended", episode.status === "open" ? "still open" : relativeTime(episode.end_time)],
   ];
   if (episode.live_rows !== episode.length)
     pairs.push(["Steps in the store", `the last ${integer(episode.live_rows)}`]);
@@ -220,6 +242,7 @@ async function drawHeader(header, { params, query, server, signal }, episode, fi
   const state = [...FILTER, "speed", "loop", "images", "plots", "colour", "view"];
   const entries = Object.fromEntries(state.map((name) => [name, query.get(name)]));
   const links = h("nav.row", { "aria-label": "Episodes" });
+  const beside = storeHref(store, "/pair", { b: episode.episode_id, source: episode.source });
   replace(header, h("div.heading", null, h("h1", null, `Episode ${episode.episode_id}`), links));
   const link = (/** @type {number | null} */ id, /** @type {string} */ text, /** @type {string} */ rel) =>
     id === null
@@ -231,6 +254,7 @@ async function drawHeader(header, { params, query, server, signal }, episode, fi
       link(previous, "← Previous", "prev"),
       link(next, "Next →", "next"),
       h("a", { href: list }, hasFilter(filter) ? "Episodes of this filter" : "All episodes"),
+      server.sql ? h("a", { href: beside }, "Beside the best of its source") : null,
     );
   draw(null, null);
   try {

@@ -3,20 +3,13 @@
 
 import { storeHref } from "../addresses.js";
 import { ApiError, getJson, readJson, request, storePath } from "../client.js";
-import { announce, emptyState, errorState, h, replace } from "../dom.js";
-import {
-  changeFacts,
-  episodesOf,
-  formatFact,
-  hasFilter,
-  readFilter,
-  requestQuery,
-  writeFilter,
-} from "../episode_data.js";
-import { integer, number, time } from "../format.js";
+import { announce, emptyState, errorState, h, relativeTime, replace } from "../dom.js";
+import { changeFacts, episodesOf, formatFact, hasFilter, requestQuery, writeFilter } from "../episode_data.js";
+import { coloursOf, swatch } from "../facets.js";
+import { createFilter } from "../filter.js";
+import { integer, number } from "../format.js";
 import { watch } from "../live.js";
 import { drawFrame, loadFrames } from "../player.js";
-import { drawSaving } from "../selections.js";
 import { table } from "../table.js";
 
 /** Episodes of a page. */
@@ -31,7 +24,6 @@ const MOST_KEPT = 400;
 const MOST_FACTS = 5;
 /** Longest text of a fact in a row. */
 const MOST_LETTERS = 32;
-const STATUSES = ["open", "terminated", "truncated", "cut"];
 /** The newest first. */
 const ORDER = "-episode_id";
 
@@ -44,50 +36,16 @@ export function title(params) {
 export async function render(root, context) {
   const { params, query, setQuery, signal, server } = context;
   const { store } = params;
-  let filter = readFilter(query);
   let page = query.get("page") ?? "";
-  const { fields } = await getJson(storePath(store, "/summary"), { signal });
+  const [{ fields }, colours] = await Promise.all([
+    getJson(storePath(store, "/summary"), { signal }),
+    coloursOf(store, "source"),
+  ]);
   const images = fields
     .filter((/** @type {any} */ field) => field.kind === "image")
     .map((/** @type {any} */ field) => field.name);
   let image = images.includes(query.get("image")) ? query.get("image") : (images[0] ?? null);
 
-  const whereError = h("div", { id: "where-error" });
-  const where = h("input.mono.grow", {
-    id: "where",
-    value: filter.where,
-    placeholder: '"return" < 10 AND length > 50',
-    autocomplete: "off",
-    spellcheck: "false",
-    maxlength: "4000",
-    "aria-describedby": "where-error",
-  });
-  const form = h(
-    "form.row",
-    {
-      role: "search",
-      submit: (/** @type {Event} */ event) => {
-        event.preventDefault();
-        change({ where: where.value.trim() });
-      },
-    },
-    h("label", { for: "where" }, "Where"),
-    where,
-    h("button.primary", { type: "submit" }, "Filter"),
-  );
-  const status = h(
-    "select",
-    { change: () => change({ status: status.value }) },
-    h("option", { value: "" }, "any"),
-    STATUSES.map((name) => h("option", { value: name }, name)),
-  );
-  const flagged = h("input", {
-    type: "checkbox",
-    change: () => {
-      const { flag, ...rest } = filter.facts;
-      change({ facts: flagged.checked ? { ...rest, flag: "true" } : rest });
-    },
-  });
   const imageChoice =
     images.length < 2
       ? null
@@ -108,7 +66,13 @@ export async function render(root, context) {
             images.map((/** @type {string} */ name) => h("option", { value: name, selected: name === image }, name)),
           ),
         );
-  const chips = h("div.row");
+  const filters = createFilter(context, {
+    more: imageChoice,
+    onChange: () => {
+      page = "";
+      load();
+    },
+  });
   const fresh = h("button.fresh", {
     type: "button",
     hidden: true,
@@ -118,6 +82,7 @@ export async function render(root, context) {
       load();
     },
   });
+  const beside = h("a", { hidden: !server.sql }, "Best beside worst");
   const count = h("p.soft", { role: "status" });
   const body = h("div");
   const edits = h("div", { role: "alert" });
@@ -132,80 +97,27 @@ export async function render(root, context) {
 
   replace(
     root,
-    h("div.heading", null, h("h1", null, "Episodes"), count, fresh),
-    h(
-      "div.filters",
-      null,
-      server.sql
-        ? [form, whereError]
-        : h(
-            "p.soft",
-            null,
-            "This server does not answer SQL, so episodes cannot be sorted or selected by a condition.",
-          ),
-      h(
-        "div.row",
-        null,
-        h("label.row", null, "Status", status),
-        server.sql ? h("label.tick", null, flagged, "Flagged only") : null,
-        imageChoice,
-        chips,
-      ),
-    ),
-    server.sql && server.access === "write" ? drawSaving(context, () => filter) : null,
+    h("div.heading", null, h("h1", null, "Episodes"), count, fresh, beside),
+    filters.element,
     edits,
     body,
     h("nav.row.pager", { "aria-label": "Pages of episodes" }, previous, next),
   );
 
-  const change = (/** @type {Partial<import("../episode_data.js").Filter>} */ changes) => {
-    filter = { ...filter, ...changes };
-    page = "";
-    setQuery({ ...writeFilter(filter), page }, { push: true });
-    load();
-  };
   const go = (/** @type {string | null} */ cursor) => {
     if (cursor === null) return;
     page = cursor;
     setQuery({ page }, { push: true });
     load(true);
   };
-  const removal = (/** @type {string} */ text, /** @type {() => void} */ act) =>
-    h(
-      "button.chip",
-      { type: "button", title: text, "aria-label": `Remove the filter ${text}`, click: act },
-      h("span", null, text),
-      " ×",
-    );
-  const drawFilter = () => {
-    where.value = filter.where;
-    status.value = filter.status;
-    flagged.checked = filter.facts.flag === "true";
-    replace(
-      chips,
-      filter.source ? removal(`source: ${filter.source}`, () => change({ source: "" })) : null,
-      Object.entries(filter.facts)
-        .filter(([name, value]) => !(name === "flag" && value === "true"))
-        .map(([name, value]) =>
-          removal(`${name}: ${value}`, () => {
-            const { [name]: _, ...rest } = filter.facts;
-            change({ facts: rest });
-          }),
-        ),
-      hasFilter(filter) ? h("button.link", { type: "button", click: clear }, "Remove all filters") : null,
-    );
-  };
-  const clear = () => change({ where: "", source: "", status: "", facts: {} });
-
   /** The newest request for the table; earlier ones are aborted. */
   let attempt = new AbortController();
   async function load(toTop = false) {
     attempt.abort();
     attempt = new AbortController();
     const both = AbortSignal.any([signal, attempt.signal]);
-    drawFilter();
-    replace(whereError);
-    where.removeAttribute("aria-invalid");
+    const filter = filters.current();
+    beside.href = storeHref(store, "/pair", writeFilter(filter));
     body.setAttribute("aria-busy", "true");
     try {
       const response = await request(storePath(store, "/episodes"), {
@@ -236,8 +148,7 @@ export async function render(root, context) {
       const isRefused = error instanceof ApiError && error.status >= 400 && error.status < 500;
       const isCondition = server.sql && isRefused && filter.where;
       if (isCondition) {
-        replace(whereError, errorState(error));
-        where.setAttribute("aria-invalid", "true");
+        filters.showError(error);
         replace(body);
         count.textContent = "";
       } else {
@@ -263,12 +174,16 @@ export async function render(root, context) {
 
   /** @param {import("../episode_data.js").Episode[]} episodes */
   function draw(episodes) {
+    const filter = filters.current();
     frames.reset();
     if (episodes.length === 0) {
       replace(
         body,
         hasFilter(filter)
-          ? emptyState("No episode matches.", h("button", { type: "button", click: clear }, "Remove all filters"))
+          ? emptyState(
+              "No episode matches.",
+              h("button", { type: "button", click: filters.clear }, "Remove all filters"),
+            )
           : page
             ? emptyState("There are no more episodes.", firstPageButton())
             : emptyState(
@@ -283,7 +198,7 @@ export async function render(root, context) {
       return;
     }
     const order = filter.order || ORDER;
-    const columns = columnsOf(context, { image, frames, filter: () => filter, change, edit });
+    const columns = columnsOf(context, { image, frames, filters, colours, edit });
     const focused = body.contains(document.activeElement) ? document.activeElement?.closest("th") : null;
     const position = focused ? [.../** @type {HTMLElement} */ (focused.parentElement).children].indexOf(focused) : -1;
     const left = body.querySelector(".scroll")?.scrollLeft ?? 0;
@@ -292,7 +207,7 @@ export async function render(root, context) {
       columns,
       rows: episodes,
       order,
-      onSort: server.sql ? (chosen) => change({ order: chosen === ORDER ? "" : chosen }) : undefined,
+      onSort: server.sql ? (chosen) => filters.change({ order: chosen === ORDER ? "" : chosen }) : undefined,
     });
     made.classList.add("tall");
     replace(body, made);
@@ -338,14 +253,17 @@ export async function render(root, context) {
  * @param {object} options
  * @param {string | null} options.image The field whose frames are drawn.
  * @param {FrameLoader} options.frames
- * @param {() => import("../episode_data.js").Filter} options.filter
- * @param {(changes: any) => void} options.change Change the filter.
+ * @param {ReturnType<typeof createFilter>} options.filters
+ * @param {import("../facets.js").Colours} options.colours Of the sources.
  * @param {(episode: any, changes: any, undo: () => void) => void} options.edit Change facts of an episode.
  * @returns {import("../table.js").Column[]}
  */
-function columnsOf({ params, server, query }, { image, frames, filter, change, edit }) {
+function columnsOf({ params, server, query }, { image, frames, filters, colours, edit }) {
   const open = (/** @type {any} */ row) =>
-    storeHref(params.store, `/episodes/${row.episode_id}`, { ...writeFilter(filter()), images: query.get("images") });
+    storeHref(params.store, `/episodes/${row.episode_id}`, {
+      ...writeFilter(filters.current()),
+      images: query.get("images"),
+    });
   const canWrite = server.access === "write";
   const cut = (/** @type {string} */ text) =>
     text.length > MOST_LETTERS ? `${text.slice(0, MOST_LETTERS - 1)}…` : text;
@@ -359,7 +277,7 @@ function columnsOf({ params, server, query }, { image, frames, filter, change, e
           {
             type: "button",
             title: `Only episodes with ${name.slice(0, 200)}: ${text.slice(0, 200)}`,
-            click: () => change({ facts: { ...filter().facts, [name]: text } }),
+            click: () => filters.change({ facts: { ...filters.current().facts, [name]: text } }),
           },
           h("bdi", null, label),
         )
@@ -385,7 +303,7 @@ function columnsOf({ params, server, query }, { image, frames, filter, change, e
       draw: (row) =>
         h(
           `button.badge.${row.status}`,
-          { type: "button", title: `Only ${row.status} episodes`, click: () => change({ status: row.status }) },
+          { type: "button", title: `Only ${row.status} episodes`, click: () => filters.change({ status: row.status }) },
           row.status,
         ),
     },
@@ -393,12 +311,19 @@ function columnsOf({ params, server, query }, { image, frames, filter, change, e
       key: "source",
       title: "Source",
       canSort: true,
-      draw: (row) =>
+      draw: (row) => [
+        swatch(colours(row.source)),
+        " ",
         h(
           "button.link",
-          { type: "button", title: `Only episodes of ${row.source}`, click: () => change({ source: row.source }) },
+          {
+            type: "button",
+            title: `Only episodes of ${row.source}`,
+            click: () => filters.change({ source: row.source }),
+          },
           h("bdi", null, cut(row.source)),
         ),
+      ],
     },
     {
       key: "info",
@@ -454,7 +379,7 @@ function columnsOf({ params, server, query }, { image, frames, filter, change, e
         return input;
       },
     },
-    { key: "start_time", title: "Started", canSort: true, draw: (row) => time(row.start_time) },
+    { key: "end_time", title: "Ended", canSort: true, draw: (row) => relativeTime(row.end_time) },
   ];
 }
 

@@ -4,8 +4,9 @@
 import { getJson, request, storePath } from "../client.js";
 import { areGrowing, lineChart, paletteColour } from "../chart.js";
 import { announce, emptyState, errorState, h, replace } from "../dom.js";
+import { coloursOf, swatch } from "../facets.js";
 import { duration, integer, number } from "../format.js";
-import { facts, table } from "../table.js";
+import { bar, facts, table } from "../table.js";
 
 const BATCH_SIZE = 256;
 const BATCHES = 20;
@@ -220,11 +221,11 @@ export async function render(root, context) {
       const found = await response.json();
       state.textContent = `${integer(found.rows)} rows drawn in ${duration(found.seconds)}`;
       announce(state.textContent);
-      drawResult(result, found, summary, Boolean(where.value.trim()), both);
+      drawResult(result, found, summary, Boolean(where.value.trim()), await coloursOf(store, "source"), both);
     } catch (error) {
       if (both.aborted) return;
       state.textContent = "";
-      replace(result, errorState(error));
+      replace(result, errorState(error, true));
     }
   }
 
@@ -237,18 +238,15 @@ export async function render(root, context) {
  * @param {any} found
  * @param {any} summary
  * @param {boolean} selects Whether the sampler has a condition.
+ * @param {import("../facets.js").Colours} colours Of the sources.
  * @param {AbortSignal} signal
  */
-function drawResult(place, found, summary, selects, signal) {
+function drawResult(place, found, summary, selects, colours, signal) {
   const { episodes, sources, weights } = found;
   const ages = h("div");
   const priorities = h("div");
   const share = (/** @type {number} */ value) => `${(100 * value).toFixed(1)} %`;
-  const bar = (/** @type {number} */ value) => {
-    const fill = h("span");
-    fill.style.width = `${Math.max(0, Math.min(100, 100 * value))}%`;
-    return h("span.row.share", null, h("span.bar", { "aria-hidden": "true" }, fill), share(value));
-  };
+  const shareBar = (/** @type {number} */ value) => h("span.row.share", null, bar(value, 1), share(value));
   replace(
     place,
     h(
@@ -297,21 +295,25 @@ function drawResult(place, found, summary, selects, signal) {
             label: "Shares of the sources",
             rows: sources,
             columns: [
-              { key: "name", title: "Source", draw: (row) => h("bdi", null, String(row.name).slice(0, 200)) },
-              { key: "share_drawn", title: "Of the rows drawn", draw: (row) => bar(row.share_drawn) },
-              { key: "share_stored", title: "Of the rows stored", draw: (row) => bar(row.share_stored) },
+              {
+                key: "name",
+                title: "Source",
+                draw: (row) => [swatch(colours(row.name)), " ", h("bdi", null, String(row.name).slice(0, 200))],
+              },
+              { key: "share_drawn", title: "Of the rows drawn", draw: (row) => shareBar(row.share_drawn) },
+              { key: "share_stored", title: "Of the rows stored", draw: (row) => shareBar(row.share_stored) },
               {
                 key: "ratio",
                 title: "Drawn / stored",
                 isNumber: true,
-                draw: (row) => (row.share_stored ? `${number(row.share_drawn / row.share_stored)}×` : "–"),
+                draw: (row) => (row.share_stored ? `${number(row.share_drawn / row.share_stored)}×` : "none stored"),
               },
             ],
           })
         : h("p.soft", null, "No rows were drawn."),
     ),
   );
-  if (found.ages) compare(ages, "Ages of the rows drawn and of those stored", "age in seconds", found.ages, signal);
+  if (found.ages) compare(ages, "Ages of the rows drawn and of those stored", "age", found.ages, signal);
   else replace(ages, h("p.soft", null, "No rows were drawn."));
   if (found.priorities)
     compare(priorities, "Priorities of the rows drawn and of those stored", "priority", found.priorities, signal);
@@ -336,6 +338,7 @@ function compare(
     yLabel: "% of rows",
     x: counts.map((_, at) => (edges[at] + edges[at + 1]) / 2),
     isLog: areGrowing(edges),
+    isDuration: xLabel === "age",
     height: 200,
     signal,
     series: [

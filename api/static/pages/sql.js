@@ -6,7 +6,8 @@ import { download, getJson, isLongInteger, readJson, request, storePath } from "
 import { lineChart, paletteColour } from "../chart.js";
 import { complete } from "../completion.js";
 import { announce, emptyState, errorState, h, replace } from "../dom.js";
-import { duration, integer, number } from "../format.js";
+import { duration, integer, number, toMilliseconds } from "../format.js";
+import { isNumeric, isTime, table } from "../table.js";
 
 const ARROW = "application/vnd.apache.arrow.stream";
 /** Rows that the page asks for; downloads have all that the server gives. */
@@ -181,7 +182,7 @@ export async function render(root, context) {
       if (mine.signal.aborted) state.textContent = "Cancelled";
       else {
         state.textContent = "";
-        replace(result, errorState(error));
+        replace(result, errorState(error, true));
       }
     } finally {
       if (mine === running) stop.hidden = true;
@@ -303,7 +304,6 @@ function drawResult(place, context, text, found, truncated) {
 
 /** @param {string} store @param {Table} found */
 function drawTable(store, { columns, rows }) {
-  const numeric = columns.map((_, at) => isNumeric(rows, at));
   const rest = rows.length - TABLE_ROWS;
   const draw = (/** @type {any} */ value, /** @type {number} */ at) => {
     if (value === null) return h("span.soft", null, "NULL");
@@ -312,37 +312,19 @@ function drawTable(store, { columns, rows }) {
     const text = typeof value === "object" ? JSON.stringify(value) : String(value);
     return text.length > MOST_LETTERS ? `${text.slice(0, MOST_LETTERS - 1)}…` : text;
   };
+  const made = table({
+    label: "Result",
+    rows: rows.slice(0, TABLE_ROWS),
+    columns: columns.map((name, at) => ({
+      key: String(at),
+      title: h("bdi", null, name.slice(0, 200)),
+      isNumber: isNumeric(rows, at),
+      draw: (row) => draw(row[at], at),
+    })),
+  });
+  made.classList.add("tall");
   return [
-    h(
-      "div.scroll.tall",
-      { tabindex: "0", role: "region", "aria-label": "Result" },
-      h(
-        "table",
-        null,
-        h(
-          "thead",
-          null,
-          h(
-            "tr",
-            null,
-            columns.map((name, at) =>
-              h("th", { scope: "col", class: numeric[at] ? "number" : null }, h("bdi", null, name.slice(0, 200))),
-            ),
-          ),
-        ),
-        h(
-          "tbody",
-          null,
-          rows.slice(0, TABLE_ROWS).map((row) =>
-            h(
-              "tr",
-              null,
-              row.map((value, at) => h("td", { class: numeric[at] ? "number" : null }, draw(value, at))),
-            ),
-          ),
-        ),
-      ),
-    ),
+    made,
     rest > 0
       ? h(
           "p.soft",
@@ -351,29 +333,6 @@ function drawTable(store, { columns, rows }) {
         )
       : null,
   ];
-}
-
-/** @param {any[][]} rows @param {number} at */
-function isNumeric(rows, at) {
-  return (
-    rows.some((row) => row[at] !== null) &&
-    rows.every((row) => row[at] === null || typeof row[at] === "number" || isLongInteger(row[at]))
-  );
-}
-
-/** @param {any[][]} rows @param {number} at */
-function isTime(rows, at) {
-  return (
-    rows.some((row) => row[at] !== null) &&
-    rows.every(
-      (row) => row[at] === null || (typeof row[at] === "string" && /^\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d/.test(row[at])),
-    )
-  );
-}
-
-/** @param {string} text A time without a zone is UTC. */
-export function toMilliseconds(text) {
-  return Date.parse(/[zZ]|[+-]\d\d(:?\d\d)?$/.test(text.slice(19)) ? text : `${text.replace(" ", "T")}Z`);
 }
 
 /** A plot of two columns, coloured by a third one. */

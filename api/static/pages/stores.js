@@ -6,9 +6,9 @@ import { ApiError, getJson, isHandled, storePath } from "../client.js";
 import { drawFirstChanges } from "../changes.js";
 import { sparkline } from "../chart.js";
 import { announce, debounce, emptyState, h, refresh, replace } from "../dom.js";
-import { bytes, cell, compact, integer, number } from "../format.js";
+import { bytes, cell, compact, integer, number, shorten } from "../format.js";
 import { repeat } from "../live.js";
-import { fetchSeries, shorten } from "../series.js";
+import { fetchSeries } from "../series.js";
 import { table } from "../table.js";
 
 /** Most stores that are asked for their summaries, and most that are compared. */
@@ -170,7 +170,7 @@ export async function render(root, context) {
       title: "Rows/s",
       isNumber: true,
       canSort: true,
-      draw: (/** @type {any} */ row) => (row.rate ? compact(row.rate) : "–"),
+      draw: (/** @type {any} */ row) => compact(row.rate),
     },
     { key: "bytes", title: "Size", isNumber: true, canSort: true, draw: (/** @type {any} */ row) => bytes(row.bytes) },
     {

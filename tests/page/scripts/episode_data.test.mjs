@@ -13,9 +13,8 @@ import {
   readFilter,
   writeFilter,
 } from "../../../api/static/episode_data.js";
-import { wholeCondition } from "../../../api/static/selections.js";
 
-const NONE = { where: "", source: "", status: "", facts: {}, order: "" };
+const NONE = { where: "", source: "", status: "", split: "", since: "", until: "", facts: {}, order: "" };
 const original = globalThis.fetch;
 
 globalThis.sessionStorage = { getItem: () => null };
@@ -35,7 +34,16 @@ function serve(...answers) {
 }
 
 test("a filter is written into the address and read from it", () => {
-  const filter = { where: "length > 3", source: "a", status: "cut", facts: { "a b": "1" }, order: "-return" };
+  const filter = {
+    where: "length > 3",
+    source: "a",
+    status: "cut",
+    split: "eval",
+    since: "1700000000000",
+    until: "1800000000000",
+    facts: { "a b": "1" },
+    order: "-return",
+  };
   assert.deepEqual(readFilter(new URLSearchParams(writeFilter(filter))), filter);
   assert.deepEqual(readFilter(new URLSearchParams()), NONE);
   assert.deepEqual(readFilter(new URLSearchParams("facts=[1]")).facts, {});
@@ -44,7 +52,7 @@ test("a filter is written into the address and read from it", () => {
 
 test("an order is no filter", () => {
   assert.equal(hasFilter({ ...NONE, order: "length" }), false);
-  for (const part of [{ where: "a" }, { source: "a" }, { status: "cut" }, { facts: { a: "1" } }]) {
+  for (const part of [{ where: "a" }, { source: "a" }, { split: "a" }, { since: "1" }, { facts: { a: "1" } }]) {
     assert.equal(hasFilter({ ...NONE, ...part }), true);
   }
 });
@@ -71,7 +79,7 @@ test("rows become objects", () => {
   const [one, two] = episodesOf({
     columns: ["episode_id", "info"],
     rows: [
-      [1, '{"a": 1, "_selections": {"members": {"clean": []}}}'],
+      [1, '{"a": 1, "_split": "eval", "_group": {"key": 1}, "_selections": {"members": {"clean": []}}}'],
       [2, null],
     ],
   });
@@ -79,10 +87,14 @@ test("rows become objects", () => {
   assert.deepEqual(two.info, {});
 });
 
-test("a selection gets the condition of a whole filter", () => {
-  assert.equal(wholeCondition(NONE), "true");
-  const found = wholeCondition({ ...NONE, source: "it's", where: "a = 1 OR b = 2 -- c" });
-  assert.equal(found, "source = 'it''s' AND (a = 1 OR b = 2 -- c\n)");
+test("a condition has the columns and the times of its filter", () => {
+  const found = conditionOf({ ...NONE, source: "it's", where: "a = 1 OR b = 2 -- c" });
+  assert.equal(found, "(a = 1 OR b = 2 -- c\n) AND source = 'it''s'");
+  assert.equal(
+    conditionOf({ ...NONE, split: "eval", since: "1500", until: "2500" }),
+    "split = 'eval' AND end_time >= make_timestamp(1500000) AND end_time < make_timestamp(2500000)",
+  );
+  assert.equal(readFilter(new URLSearchParams("since=1)%20OR%20(1")).since, "");
 });
 
 test("facts are JSON where the text is JSON", () => {

@@ -1,12 +1,12 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { bytes, cell, compact, duration, integer, number, time } from "../../../api/static/format.js";
+import { ago, bytes, cell, compact, distinct, duration, integer, number, time } from "../../../api/static/format.js";
 
-test("a value that is missing is a dash", () => {
+test("a value that is missing is said to be unknown", () => {
   for (const format of [integer, compact, number, bytes, duration, time]) {
-    assert.equal(format(null), "–");
-    assert.equal(format(undefined), "–");
+    assert.equal(format(null), "unknown");
+    assert.equal(format(undefined), "unknown");
   }
   assert.equal(cell(null), "");
 });
@@ -45,6 +45,15 @@ test("durations have two units at most", () => {
     "1 h 1 min",
     "1 d 1 h",
   ]);
+});
+
+test("a rest of a duration that is 0 is left out, and 60 s are a minute", () => {
+  assert.deepEqual([60, 3600, 3599.6, 7200, 86_400].map(duration), ["1 min", "1 h", "1 h", "2 h", "1 d"]);
+  assert.deepEqual([0.2, 59, 200, 90_000].map(ago), ["just now", "59 s ago", "3 min ago", "1 d ago"]);
+});
+
+test("ticks of an axis have one label each", () => {
+  assert.deepEqual(distinct(["1", "1", "2", "1"]), ["1", "", "2", "1"]);
 });
 
 test("times without a zone are UTC", () => {

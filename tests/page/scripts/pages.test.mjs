@@ -2,11 +2,15 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 import { href, storeHref } from "../../../api/static/addresses.js";
+import { numberValues } from "../../../api/static/facets.js";
+import { toMilliseconds } from "../../../api/static/format.js";
 import { decodeSafely, isLongInteger, parseJson } from "../../../api/static/client.js";
 import { lastReturns } from "../../../api/static/pages/compare.js";
 import { kindsOf } from "../../../api/static/pages/sampling.js";
-import { groupsOf, toCsv, toMilliseconds } from "../../../api/static/pages/sql.js";
-import { around } from "../../../api/static/pages/store.js";
+import { groupsOf, toCsv } from "../../../api/static/pages/sql.js";
+import { difference } from "../../../api/static/pages/pair.js";
+import { describeAges } from "../../../api/static/pages/store.js";
+import { around } from "../../../api/static/pages/store/curves.js";
 import { sort } from "../../../api/static/pages/stores.js";
 
 test("addresses encode names and leave out empty entries", () => {
@@ -60,6 +64,38 @@ test("the last tenth of the returns is weighted by its episodes", () => {
   assert.deepEqual(lastReturns([]), { mean: null, best: null });
   const many = [{ x: [...Array(20).keys()], mean: [...Array(20).keys()], count: [...Array(19).fill(1), 3] }];
   assert.equal(lastReturns(many).mean, (18 + 3 * 19) / 4);
+});
+
+test("values have their colours by the order in which they came", () => {
+  const values = [
+    { value: "b", count: 9, first: 4 },
+    { value: "a", count: 2, first: 1 },
+  ];
+  const colours = numberValues(values);
+  assert.deepEqual(["a", "b", null].map(colours), [0, 1, 7]);
+  assert.deepEqual(["a", "b"].map(numberValues([...values, { value: "c", count: 99, first: 6 }])), [0, 1]);
+  assert.equal(colours("new"), colours("new"));
+});
+
+test("the ages of rows are said in time and in rows", () => {
+  assert.equal(
+    describeAges({ edges: [60, 120, 7200], counts: [3, 1] }, 1000),
+    "The newest row was written 1 min ago, the oldest 2 h ago. Half of the rows are at most 2 min old, or 500 rows.",
+  );
+});
+
+test("differences of values are numbers, counts or words", () => {
+  assert.deepEqual(
+    [
+      difference(1, 1),
+      difference(1, [3.5]),
+      difference(1, 3, true),
+      difference([1, 2], [1, 3]),
+      difference([1], [1, 2]),
+      difference("a", "b"),
+    ],
+    ["", "+2.5", "differs", "1 of 2 values", "differs", "differs"],
+  );
 });
 
 test("a click chooses the range around the nearest value", () => {

@@ -1,16 +1,8 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import {
-  groupCondition,
-  nameOf,
-  parseFacts,
-  rangeCondition,
-  readSmoothing,
-  shorten,
-  smooth,
-  toLines,
-} from "../../../api/static/series.js";
+import { shorten } from "../../../api/static/format.js";
+import { groupCondition, nameOf, rangeCondition, readSmoothing, smooth, toLines } from "../../../api/static/series.js";
 
 /** A group of episodes: one value for each x. */
 function group(name, x, mean, more = {}) {
@@ -21,6 +13,10 @@ function group(name, x, mean, more = {}) {
     mean,
     min: mean.map((value) => value - 1),
     max: mean.map((value) => value + 1),
+    p10: mean.map((value) => value - 1),
+    median: mean,
+    p90: mean.map((value) => value + 1),
+    count: mean.map(() => 1),
     ...more,
   };
 }
@@ -58,9 +54,20 @@ test("lines of several groups share one x axis", () => {
   assert.ok(series.every((line) => line.low === undefined));
 });
 
-test("one group alone has a band", () => {
-  const { series } = toLines([group(null, [1, 2], [5, 6])], 0);
+test("few groups have bands where bins have several episodes", () => {
+  const count = [10, 10];
+  const { series } = toLines([group(null, [1, 2], [5, 6], { count })], 0);
   assert.deepEqual([series[0].label, series[0].low, series[0].high], ["none", [4, 5], [6, 7]]);
+  const many = [..."abcde"].map((name) => group(name, [1, 2], [5, 6], { count }));
+  assert.ok(toLines(many, 0).series.every((line) => line.low === undefined));
+});
+
+test("lines are medians or means", () => {
+  const one = group("a", [1], [5], { median: [4] });
+  assert.deepEqual(
+    ["median", "mean"].map((line) => toLines([one], 0, line).series[0].values),
+    [[4], [5]],
+  );
 });
 
 test("groups are ordered by their numbers, and the rest comes last", () => {
@@ -86,11 +93,6 @@ test("conditions select a group, whatever its name", () => {
   assert.match(groupCondition("session", "s1"), /WHERE session = 's1'/);
   const cut = "é".repeat(200);
   assert.equal(groupCondition("source", cut), `starts_with(source, '${cut}')`);
-});
-
-test("facts are read from JSON, and anything else is no facts", () => {
-  assert.deepEqual(parseFacts('{"level": 1}'), { level: 1 });
-  for (const text of ["[1]", "1", "null", "{", null, undefined]) assert.deepEqual(parseFacts(text), {});
 });
 
 test("names are shortened", () => {

@@ -5,7 +5,7 @@ import { colourOf, lineChart, thin } from "../../chart.js";
 import { errorState, h, replace } from "../../dom.js";
 import { integer } from "../../format.js";
 import { visible } from "../../live.js";
-import { toNumber } from "./fields.js";
+import { toNumber, withoutNext } from "./fields.js";
 import { loadColumns } from "./rows.js";
 
 /** @typedef {import("./fields.js").Field} Field */
@@ -46,7 +46,9 @@ export function readChoice(text, fields) {
   if (text === null) {
     const rank = (/** @type {Field} */ field) =>
       /(^|\.)reward$/.test(field.name) ? 0 : field.kind === "scalar" ? 1 : 2;
-    const preferred = fields.filter((field) => field.dtype !== "bool").sort((one, other) => rank(one) - rank(other));
+    const preferred = withoutNext(fields)
+      .filter((field) => field.dtype !== "bool")
+      .sort((one, other) => rank(one) - rank(other));
     return new Map(preferred.slice(0, FIRST_CHARTS).map((field) => [field.name, firstComponents(field)]));
   }
   /** @type {Choice} */

@@ -1,7 +1,7 @@
 // @ts-check
 /** Facts about an episode; with write access a form. */
 
-import { announce, errorState, h, replace } from "../../dom.js";
+import { announce, errorState, h, linked, replace } from "../../dom.js";
 import { changeFacts, formatFact, parseFact } from "../../episode_data.js";
 
 /** @param {import("../../app.js").Context} context @param {import("../../episode_data.js").Episode} episode */
@@ -47,7 +47,10 @@ function drawList(info) {
   return h(
     "dl.pairs",
     null,
-    entries.map(([name, value]) => [h("dt", null, name), h("dd", null, formatFact(value))]),
+    entries.map(([name, value]) => [
+      h("dt", null, name),
+      h("dd", null, typeof value === "string" ? linked(value) : formatFact(value)),
+    ]),
   );
 }
 

@@ -44,3 +44,15 @@ export function toNumber(value) {
   if (typeof single === "boolean" || isLongInteger(single)) return Number(single);
   return typeof single === "number" ? single : null;
 }
+
+/**
+ * Fields without those that repeat another one a step later, such as `next.state` beside `state`.
+ *
+ * @template {{name: string}} T
+ * @param {T[]} fields
+ * @returns {T[]}
+ */
+export function withoutNext(fields) {
+  const names = new Set(fields.map((field) => field.name));
+  return fields.filter(({ name }) => !(name.startsWith("next.") && names.has(name.slice(5))));
+}

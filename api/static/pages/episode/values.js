@@ -4,7 +4,7 @@
 import { h } from "../../dom.js";
 import { formatFact } from "../../episode_data.js";
 import { number } from "../../format.js";
-import { isPerToken, isPieces, plain } from "./fields.js";
+import { isPerToken, isPieces, plain, withoutNext } from "./fields.js";
 import { newestOnly } from "./rows.js";
 
 /** Values of a vector that are written out. */
@@ -21,8 +21,23 @@ export function drawValues(rows, fields, first) {
     field.kind === "text" || field.kind === "tokens" || isPieces(field) || (hasTokens && isPerToken(field));
   const small = fields.filter((field) => !isElsewhere(field)).map((field) => ({ field, cell: h("dd.mono") }));
   const heading = h("h2", { id: "values-title" }, "Values");
-  const list = small.map(({ field, cell }) => [h("dt", { title: field.type }, field.name), cell]);
-  const element = h("section.card", { "aria-labelledby": "values-title" }, heading, h("dl.pairs", null, list));
+  const shown = new Set(withoutNext(fields));
+  const list = (/** @type {boolean} */ isShown) =>
+    h(
+      "dl.pairs",
+      null,
+      small
+        .filter(({ field }) => shown.has(field) === isShown)
+        .map(({ field, cell }) => [h("dt", { title: field.type }, field.name), cell]),
+    );
+  const others = list(false);
+  const element = h(
+    "section.card",
+    { "aria-labelledby": "values-title" },
+    heading,
+    list(true),
+    others.childElementCount ? h("details", null, h("summary", null, "The same a step later"), others) : null,
+  );
   element.hidden = small.length === 0;
   const show = newestOnly(
     async (step) => {
