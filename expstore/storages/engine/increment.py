@@ -188,7 +188,6 @@ class _Log:
 def _open_logs(storage: Store) -> Iterator[_Log]:
     """Yield the files to which a store appends, and small files; the locks of the store are held."""
     rows, disk, path = storage.state, storage.disk, storage.path
-    rows.log.flush()
     yield _Log(storage, Path(LOG), rows.log.length)
     newest, end = divmod(rows.annotated, 1 << FILE_SHIFT)
     for number in find_files(disk, path / ANNOTATIONS):
@@ -245,6 +244,7 @@ class _Moment:
         #: By row field: the values of the rows that former parts lack. Shape `(count,)`.
         self.newest: dict[str, Array] = {}
         with storage.locks.sampled, storage.locks.episodes, storage.priorities.lock:
+            rows.log.flush()  # the base record has its length
             self.base = json.loads(json.dumps(rows.base_record(storage.manifest.generation, opening=True)))
             self._take_values()
             self.moment = self._advance()
