@@ -250,17 +250,19 @@ def check(life: Life, bucket: Bucket, folder: Path) -> None:
         shutil.rmtree(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1))
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_built_is_the_store_at_that_moment(tmp_path: Path, kind: str, seed: int) -> None:
     life, bucket = Life(tmp_path, kind, seed), Bucket(2000)
     with contextlib.closing(life):
-        for number in range(12):
-            for _ in range(life.random.randrange(1, 6)):
-                life.act()
-            if life.random.random() < 0.2:
+        for number in range(8):
+            acts = [life.act, life.act, life.act, life.change, life.weigh, life.draw]
+            for act in acts if life.rb.storage.last else acts[:3]:
+                act()
+            if number == 4:
                 life.kill()
-            bucket.ship(life.rb, lose=number % 3 == 1)
-            if number % 3 == 2:
+            bucket.ship(life.rb, lose=number in (2, 5))
+            if number in (3, 7):
                 assert bucket.ship(life.rb) is None
                 check(life, bucket, tmp_path)
