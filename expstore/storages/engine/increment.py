@@ -157,7 +157,7 @@ class _Log:
         #: How many bytes former parts have, and their crc32c; once all sections were made, of the whole file.
         self.start = self.crc = 0
 
-    def hold(self, known: int, about: About | None) -> None:
+    def read_now(self, known: int, about: About | None) -> None:
         """Read the bytes of a file that another process may write to.
 
         Args:
@@ -221,7 +221,7 @@ def _open_logs(storage: Store, files: Mapping[str, Sequence[int]], *, is_tracked
                 inside = (folder / name).relative_to(path)
                 log = _Log(storage, inside, is_sure=is_same and name.isdigit())
                 before = files.get(log.path, (0, 0))[0] if is_same and name.isdigit() else 0
-                log.hold(min(before, log.length), about if name.isdigit() else None)
+                log.read_now(min(before, log.length), about if name.isdigit() else None)
                 yield log
 
 
