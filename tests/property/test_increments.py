@@ -106,7 +106,8 @@ class Life:
         if "packed" in self.kind:
             frames = (np.arange(self.number - count, self.number + 1) % 251).astype(np.uint8)
             frames = np.tile(frames[:, None, None], (1, 12, 12))
-            found["pixels"], found["next"]["pixels"] = frames[:-1], frames[1:]
+            found = {"pixels": frames[:-1]} | found  # before the next ones, unlike the order of writing
+            found["next"]["pixels"] = frames[1:]
         if self.kind.startswith(("arrow", "compressed")):
             found["text"] = [None if n % 5 == 3 else "é" * (n % 9) + str(n) for n in numbers.tolist()]
         if "continued" in self.kind:

@@ -506,7 +506,7 @@ class _Parts:
         if not is_older:
             parts = [np.concatenate(rows).tobytes() for rows in self._storage.views(flat, first, count)]
         packed: dict[str, list[tuple[int, bool, int]]] = {}
-        for place, column in moment.packed.items():
+        for place, column in sorted(moment.packed.items()):
             pieces = [*column.pieces(first, count)]
             packed[str(place)] = [(piece.rows, piece.is_chunk, len(piece.data)) for piece in pieces]
             parts += [piece.data for piece in pieces]

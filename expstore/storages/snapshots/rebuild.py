@@ -239,7 +239,7 @@ class _Build:
             fixed[place] = rows.reshape(count, *column.entry.shape)
             at += rows.nbytes
         packed = dict[int, list[PackedPiece]]()
-        for place in group.packed:
+        for place in sorted(group.packed):
             packed[place], piece_first = [], first
             for n, is_chunk, size in section.about["packed"][str(place)]:
                 packed[place].append(PackedPiece(piece_first, n, is_chunk, section.data[at : at + size]))
