@@ -169,6 +169,7 @@ def _freeze(storage: Storage) -> Frozen:
     window = storage.stored
     columns: list[list[Array]] = []
     captures: list[Capture] = []
+    base = base_of(storage.state)
     if storage.schema is not None:
         places = range(len(storage.schema.fields) + len(ROW_FIELDS))
         captures = storage.snapshots.captures(window.low)
@@ -176,7 +177,9 @@ def _freeze(storage: Storage) -> Frozen:
         flat = [place for place in places if place not in apart]
         found = dict(zip(flat, storage.views(flat, window.low + 1, window.size), strict=True))
         columns = [found.get(place, []) for place in places]
-        columns[-1] = [part.copy() for part in columns[-1]]  # priorities may be set while rows are copied
+        with storage.priorities.changing:  # priorities may be set while rows are copied
+            columns[-1] = [part.copy() for part in columns[-1]]
+            base["max_priority"] = storage.priorities.largest
         if (
             storage.description.window_rows is not None and columns[-1]
         ):  # some may be in the column, others in memory
@@ -189,7 +192,7 @@ def _freeze(storage: Storage) -> Frozen:
     live = clip(storage.episodes.fragments.capture().columns(), window.low)
     return Frozen(
         manifest=manifest_of(storage).replace(keyed=False),  # idempotency keys are not valid for a copy
-        base=base_of(storage.state),
+        base=base,
         stored=window,
         pieces=pieces,
         columns=columns,
