@@ -83,7 +83,7 @@ class ShippedState:
         nonce: A random number.
         origin: The nonce of the claim under which the state was captured; "" if there is no state.
         uuid: The store.
-        state: What `expstore.storages.snapshots.increment` needs to build it; None: nothing was shipped yet.
+        state: What `expstore.storages.snapshots.rebuild` needs to build it; None: nothing was shipped yet.
         time: When it was captured, seconds since 1970 by the writer's own clock; for messages.
     """
 

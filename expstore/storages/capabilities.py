@@ -1,6 +1,6 @@
 """Capabilities that not every storage has: interfaces of objects, or None for a storage without them.
 
-`Storage.fields`, `Storage.retention`, `Storage.row_appender` and `Store.shipping` return them. This module has no
+`Storage.fields`, `Storage.retention`, `Storage.row_appender` and `Storage.shipping` return them. This module has no
 implementation.
 """
 

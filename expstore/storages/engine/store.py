@@ -110,8 +110,6 @@ class Store(Storage):
     manifest: Manifest
     #: Appends records, and syncs the parts of the store.
     checkpoints: Checkpointer
-    #: Ships the store to an object storage; None: it is not shipped.
-    shipping: Shipping | None = None
     #: Whether to warn if the store is garbage-collected without having been closed.
     _warns_if_forgotten = True
 
