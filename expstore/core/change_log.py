@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from expstore.core.touched import Touched
 from expstore.core.values import IntArray
 
 #: A change of more slots than the first number is recorded as "all slots"; the second number is how many
@@ -64,7 +65,7 @@ class ChangeLog:
         (2, array([7]))
     """
 
-    __slots__ = ("_noted", "number", "seen")
+    __slots__ = ("_noted", "number", "seen", "touched")
     newest_record = pending = None
 
     def __init__(self) -> None:
@@ -72,6 +73,8 @@ class ChangeLog:
         self.number = 0
         #: Number of the newest change whose values reads return; 0 in RAM.
         self.seen = 0
+        #: The slots changed since a capture; None: nothing was captured, or any slot may have changed.
+        self.touched: Touched | None = None
         self._noted: deque[tuple[int, IntArray | None]] = deque(maxlen=_KEPT)
 
     def begin(self) -> None:
@@ -101,4 +104,8 @@ class ChangeLog:
         return np.concatenate(known) if known and len(known) == len(found) else None
 
     def _note(self, number: int, slots: IntArray | None) -> None:
+        if slots is None:
+            self.touched = None
+        elif self.touched is not None:
+            self.touched.note(slots)
         self._noted.append((number, slots if slots is None or slots.size <= _ROWS else None))

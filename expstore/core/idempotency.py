@@ -149,6 +149,13 @@ class WriteKeys:
         """
         self._ring, self._numbers, self._oldest, self.number = ring, numbers, oldest, number
 
+    def entries_since(self, number: int) -> bytes:
+        """Return the entries from a number on that are still in the ring, in order."""
+        return b"".join(
+            bytes(self._ring[at : at + ENTRY.size])
+            for at in map(self._offset_of, range(max(number, self.number - self.slots), self.number))
+        )
+
     def _offset_of(self, number: int) -> int:
         return number % self.slots * ENTRY.size
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from expstore.core.geometry import RingGeometry, round_up
 from expstore.core.lock_order import LockOrder
+from expstore.core.touched import Touched
 from expstore.core.values import Array, IntArray, Window
 from expstore.disk.files import File
 from expstore.errors import PriorityError
@@ -80,6 +81,8 @@ class Priorities:
         self.within: bool = False if former is None else former.within
         #: Whether a priority was ever set; otherwise all are equal.
         self.were_set: bool = False if former is None else former.were_set
+        #: The slots whose priorities were set since a capture; None: nothing was captured.
+        self.touched: Touched | None = None
         self._largest_id: int = 0 if former is None else former._largest_id  # a row that has it; 0: unknown
         self._watchers: weakref.WeakSet[PriorityWatcher] = (
             weakref.WeakSet() if former is None else former._watchers
@@ -185,7 +188,9 @@ class Priorities:
         self.largest, self._largest_id = float(values[at]), int(ids[at])
 
     def note_changed(self, slots: IntArray) -> None:
-        """Record that a column on disk lacks the values of these slots. Shape `(n,)`."""
+        """Record that a column on disk, and a capture, lack the values of these slots. Shape `(n,)`."""
+        if self.touched is not None:
+            self.touched.note(slots)
 
     def _grow(self, slot: int, stop: int, slots: int | None) -> None:
         """Make room for new rows in the slots from `slot` to `stop` - 1; `slots` as for `start`."""
@@ -265,7 +270,8 @@ class StoredPriorities(Priorities):
         return found
 
     def note_changed(self, slots: IntArray) -> None:
-        """Record that the column lacks the values of these slots. Shape `(n,)`."""
+        """Record that the column, and a capture, lack the values of these slots. Shape `(n,)`."""
+        super().note_changed(slots)
         base = self.block[1]
         self._dirty[(slots - base if base else slots) >> _PAGE_BITS] = True
 

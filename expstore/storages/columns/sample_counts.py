@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expstore.core.geometry import RingGeometry
+from expstore.core.touched import Touched
 from expstore.core.values import Array, IntArray
 from expstore.schema.schema import Field
 
@@ -42,6 +43,8 @@ class Sampled:
         self.values: NDArray[np.uint32] = np.zeros(size, np.uint32)
         #: Incremented with every batch, so that a sampler sees that another one has counted, too.
         self.moves = 0
+        #: The slots that were counted since a capture; None: nothing was captured.
+        self.touched: Touched | None = None
 
     def add(self, slots: IntArray) -> None:
         """Increment the counts of rows.
@@ -56,6 +59,8 @@ class Sampled:
         self._keep(slots, values)
         self.moves += 1  # before the values: after an interruption in between, samplers read all counts again
         self.values[slots] = values
+        if self.touched is not None:
+            self.touched.note(slots)
 
     def renew(self, pieces: Iterable[tuple[int, int, int]]) -> None:
         """Set the counts to 0 where new rows are about to be committed.
@@ -88,6 +93,11 @@ class Sampled:
     def views(self, pieces: Iterable[tuple[int, int, int]]) -> list[Array]:
         """View the counts of runs of rows without copying. Shapes `(n,)`, uint32."""
         return [self.values[slot : slot + n] for slot, _, n in pieces]
+
+    def values_at(self, slots: IntArray) -> Array:
+        """Copy the counts of rows. Shapes `(n,)`, uint32."""
+        found: Array = self.values[slots]
+        return found
 
     def _reach(self, size: int) -> None:
         """Make sure that slots 0 to `size` - 1 have a count."""

@@ -292,12 +292,7 @@ class DrawLog:
 
     def _is_sound(self, data: bytes, at: int) -> bool:
         """Return whether a whole record is there."""
-        if at + _HEADER.size > len(data):
-            return False
-        size, crc, *_ = _HEADER.unpack_from(data, at)
-        if size < _HEADER.size or at + size > len(data):
-            return False
-        return bool(google_crc32c.extend(self._salt, data[at + _FRONT.size : at + size]) == crc)
+        return _measure_record(data, at, self._salt) > 0
 
     def _scan(self, segment: _Segment) -> bool:
         """Find the new records of a segment, up to one that is torn; return whether it has a base."""
@@ -654,6 +649,24 @@ def cut_logs(disk: Disk, store: Path, last: int, change: int) -> None:
                 DrawLog(disk, folder, about.id).cut_after(last, change)
             finally:
                 lock.release()
+
+
+def _measure_record(data: bytes, at: int, salt: int) -> int:
+    """Return the length of the record at an offset; 0 if no whole record is there."""
+    if at + _HEADER.size > len(data):
+        return 0
+    size, crc, *_ = _HEADER.unpack_from(data, at)
+    if size < _HEADER.size or at + size > len(data):
+        return 0
+    return size if google_crc32c.extend(salt, data[at + _FRONT.size : at + size]) == crc else 0
+
+
+def measure_records(data: bytes, about: About) -> int:
+    """Return the length of the whole records at the beginning of the bytes of a consumer's log."""
+    salt, at = google_crc32c.value(about.id.encode()), 0
+    while size := _measure_record(data, at, salt):
+        at += size
+    return at
 
 
 def find_oldest_change(disk: Disk, store: Path) -> int:

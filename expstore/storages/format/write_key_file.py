@@ -210,6 +210,21 @@ class KeyFile(WriteKeys, Checkpointed):
             self._file.close()
 
 
+def pack_keys(entries: bytes, count: int) -> bytes:
+    """Return a file of keys.
+
+    Args:
+        entries: Entries, older ones first; of several with one number, the last counts.
+        count: Number of the next entry: those from it on do not count.
+    """
+    slots = tuning.IDEMPOTENCY_SLOTS
+    found = np.frombuffer(entries, _DTYPE)
+    found = found[found["number"] < count]
+    ring = np.zeros(min(count, slots), _DTYPE)
+    ring[found["number"].astype(np.int64) % slots] = found
+    return _header(slots) + ring.tobytes()
+
+
 def _renumber(found: KeysFound) -> KeysFound:
     """Return entries for a new file, numbered from 0 on."""
     entries = found.entries

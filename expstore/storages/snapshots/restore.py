@@ -595,46 +595,63 @@ def _build_columns(
 ) -> tuple[list[Path], set[Path], int]:
     """Write the rows; return the files and folders to be synced, and where the annotations end."""
     manifest = arrival.manifest
+    group = create_columns(disk, temporary, manifest, schema, pool)
+    try:
+        group.ensure(ready)
+        blocks: set[int] = set()
+        for first, arrays in arrival.runs():
+            pieces = cut_run(first, len(arrays[0]), manifest.slots)
+            group.write(pieces, arrays[:-5], np.stack(arrays[-5:-1]), arrays[-1])
+            blocks |= blocks_of(pieces)
+        annotated = 0
+        if group.annotations is not None:
+            arrival.copy_annotations(group.annotations)
+            annotated = group.annotations.end
+            group.new_folders |= {path.parent for path in group.annotations.paths()}
+        written = finish_columns(disk, temporary, group, blocks, stamp)
+        written += [] if group.annotations is None else group.annotations.paths()
+        written += _build_sampled(disk, temporary / COLUMNS, arrival, group.ready, pool)
+        return written, group.new_folders, annotated
+    finally:
+        group.close()
+
+
+def create_columns(
+    disk: Disk, folder: Path, manifest: Manifest, schema: Schema, pool: Threads
+) -> WritableColumns:
+    """Create the empty columns of a store that is built in a folder; return them, open for writing."""
     fields, slots = (*schema.fields, *ROW_FIELDS), manifest.slots
     attributes = {"expstore": {"capacity": manifest.capacity, "slots": slots}}
     packings = layout_of(manifest).packings(fields, slots, manifest.reach)
-    WritableColumns.create(disk, temporary / COLUMNS, fields, slots, pool, attributes, packings)
-    group = WritableColumns(
+    WritableColumns.create(disk, folder / COLUMNS, fields, slots, pool, attributes, packings)
+    return WritableColumns(
         disk,
-        temporary / COLUMNS,
+        folder / COLUMNS,
         fields,
         slots,
         reach=manifest.reach,
         compression=manifest.compression,
         packings=packings,
     )
+
+
+def finish_columns(
+    disk: Disk, folder: Path, group: WritableColumns, blocks: set[int], stamp: tuple[int, int]
+) -> list[Path]:
+    """Sum the written blocks of columns that were built, and finish their files; return the files.
+
+    The caller syncs them, and `group.new_folders`, before a reader can find the columns.
+    """
+    sums = Checksums(disk, folder / CHECKSUMS, group)
     try:
-        group.ensure(ready)
-        blocks: set[int] = set()
-        for first, arrays in arrival.runs():
-            pieces = cut_run(first, len(arrays[0]), slots)
-            group.write(pieces, arrays[:-5], np.stack(arrays[-5:-1]), arrays[-1])
-            blocks |= blocks_of(pieces)
-        sums = Checksums(disk, temporary / CHECKSUMS, group)
-        try:
-            sums.update(blocks, generation=stamp[0], sequence=stamp[1])
-        finally:
-            sums.close()
-        annotated = 0
-        if group.annotations is not None:
-            arrival.copy_annotations(group.annotations)
-            annotated = group.annotations.end
-            group.new_folders |= {path.parent for path in group.annotations.paths()}
-        group.begin_opening()
-        group.synced()  # all files are synced below, before a reader can find the shards' names
-        for segments in group.shared:
-            segments.give_back()
-        written = [path for part in group.parts for path in part.paths()]
-        written += [] if group.annotations is None else group.annotations.paths()
-        written += _build_sampled(disk, temporary / COLUMNS, arrival, group.ready, pool)
-        return [temporary / CHECKSUMS, *written], group.new_folders, annotated
+        sums.update(blocks, generation=stamp[0], sequence=stamp[1])
     finally:
-        group.close()
+        sums.close()
+    group.begin_opening()
+    group.synced()
+    for segments in group.shared:
+        segments.give_back()
+    return [folder / CHECKSUMS, *(path for part in group.parts for path in part.paths())]
 
 
 def _build_sampled(disk: Disk, folder: Path, arrival: Arrival, ready: int, pool: Threads) -> list[Path]:

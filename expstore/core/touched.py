@@ -1,0 +1,78 @@
+"""Remember which slots were changed since a moment, for as long as somebody asks.
+
+Used by storages whose changes are captured from time to time. It contains no values and uses no files.
+"""
+
+from __future__ import annotations
+
+import uuid
+
+import numpy as np
+
+from expstore.core.values import IntArray
+
+#: Slots that are remembered before equal ones are joined.
+_JOIN = 1 << 16
+_NONE = np.zeros(0, np.int64)
+
+
+class Touched:
+    """The slots that were changed, by the moment after which they were changed.
+
+    Not locked: the lock under which slots are changed also guards this object. Memory: at most a few
+    numbers per slot. Nothing survives the process: a new object has another token.
+
+    Args:
+        token: Names the object and others that began at the same time; None: a new token.
+
+    Example:
+        >>> from expstore.core.touched import Touched
+        >>> touched = Touched()
+        >>> touched.note(np.array([7, 3]))
+        >>> moment = touched.advance()
+        >>> touched.note(np.array([3]))
+        >>> touched.since(0).tolist(), touched.since(moment).tolist()
+        ([3, 7], [3])
+    """
+
+    __slots__ = ("_count", "_due", "_noted", "moment", "token")
+
+    def __init__(self, token: str | None = None) -> None:
+        self.token = token or uuid.uuid4().hex
+        #: How often `advance` was called.
+        self.moment = 0
+        self._noted: dict[int, list[IntArray]] = {0: []}
+        self._count, self._due = 0, _JOIN
+
+    def note(self, slots: IntArray) -> None:
+        """Record changed slots. Shape `(n,)`."""
+        self._noted[self.moment].append(slots)
+        self._count += slots.size
+        if self._count > self._due:
+            self._join()
+
+    def _join(self) -> None:
+        """Forget how often slots were noted; and, of many moments, when: the newest one gets all slots."""
+        noted = {moment: [np.unique(np.concatenate(parts))] for moment, parts in self._noted.items() if parts}
+        found = self.since(-1)
+        if sum(parts[0].size for parts in noted.values()) > 2 * found.size:
+            noted = {self.moment: [found]}
+        self._noted = {self.moment: []} | noted
+        self._count = sum(parts[0].size for parts in noted.values())
+        self._due = max(_JOIN, 2 * self._count)  # so that the cost of joining is spread
+
+    def advance(self) -> int:
+        """Begin a new moment; return it. Slots that are noted from now on were changed since it."""
+        self.moment += 1
+        self._noted[self.moment] = []
+        return self.moment
+
+    def since(self, moment: int) -> IntArray:
+        """Return the slots that were changed since a moment, ascending, each once. Shape `(n,)`."""
+        parts = [slots for known, noted in self._noted.items() if known >= moment for slots in noted]
+        return np.unique(np.concatenate(parts)) if parts else _NONE
+
+    def forget(self, moment: int) -> None:
+        """Forget what was changed before a moment: nobody asks for it any more."""
+        self._noted = {known: parts for known, parts in self._noted.items() if known >= moment}
+        self._count = sum(slots.size for parts in self._noted.values() for slots in parts)
