@@ -102,6 +102,21 @@ class Metrics:
             "last_write_timestamp_seconds": (
                 "When the newest readable row was written, since 1970.", lambda store: store.last_write()
             ),
+            "ship_rows_behind": ("Rows that are not shipped.", lambda store: _read_shipped(store, "rows_behind")),
+            "ship_seconds_behind": (
+                "Seconds since all that was there was shipped.",
+                lambda store: _read_shipped(store, "seconds_behind"),
+            ),
+            "ship_bytes": (
+                "Bytes that were shipped since the opening.", lambda store: _read_shipped(store, "bytes")
+            ),
+            "ship_requests": (
+                "Requests to the object storage since the opening.",
+                lambda store: _read_shipped(store, "requests"),
+            ),
+            "ship_failures": (
+                "Uploads that failed since the opening.", lambda store: _read_shipped(store, "failures")
+            ),
         }  # fmt: skip
         for name, (meaning, read) in readers.items():
             yield _read_stores(f"expstore_store_{name}", meaning, stores, read)
@@ -113,6 +128,13 @@ class Metrics:
             with contextlib.suppress(ExpStoreError):  # the folder is gone; /readyz says so
                 yield GaugeMetricFamily(f"expstore_disk_{name}_bytes", meaning, measure(self._folder))
         yield GaugeMetricFamily("process_threads", "Threads of the process.", disk.count_threads())
+
+
+def _read_shipped(store: Served, name: str) -> float | None:
+    """Return a figure of `rb.stats()["shipped"]`; None if the store is not shipped."""
+    storage = store.rb.storage
+    shipping = storage.writer().shipping if storage.can_write else None
+    return None if shipping is None else float(shipping.stats()[name])
 
 
 def _read_stores(

@@ -157,7 +157,8 @@ def open(
         ship: Where the store is shipped to while it is open: a URL such as `s3://bucket/run`, or a `Ship` with
             more settings. If the folder is empty or missing, the newest state that was shipped there is
             restored first, and the store continues. Whoever opens the store last with this address is its
-            only writer: an earlier one gets LockedError. Only with mode "a". None: it is not shipped.
+            only writer: an earlier one gets LockedError. Not with modes "r" and "w"; mode "x" restores nothing.
+            None: it is not shipped.
 
     Returns:
         A buffer that is open for writing, or for reading with mode "r". Close it, or use it in a `with`
@@ -382,9 +383,9 @@ def _make_shipper(ship: Ship | str | ObjectStorage, mode: Mode) -> Shipper:
     """Return what ships the store; send no request.
 
     Raises:
-        StateError: The mode is not "a", or the URL is not valid.
+        StateError: The mode is "r" or "w", or the URL is not valid.
     """
-    if mode != "a":
+    if mode not in ("a", "x"):
         raise StateError(
             f"ship= cannot be used with mode={mode!r}",
             hint="use mode='a', which restores what was shipped, creates a store, or continues one",

@@ -168,6 +168,13 @@ def serve(
             help="Also record calls of agents to the language model at this address, as expstore capture.",
         ),
     ] = None,
+    ship: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Ship each store to an object storage, under its name below this URL: s3://bucket/runs.",
+        ),
+    ] = None,
     access_log: _Log = False,
     as_json: _AsJson = False,
 ) -> int:
@@ -178,7 +185,8 @@ def serve(
         path=path, token=_read(token_file), read_token=_read(read_token_file), read_only=read_only,
         hosts=tuple(allow_host or ()), sql=not no_sql, ui=not no_ui, min_size=min_size,
         samples_per_insert=samples_per_insert, error_buffer=error_buffer,
-        capture=None if capture_url is None else Capture(upstream=capture_url), **_read_limits(limits),
+        capture=None if capture_url is None else Capture(upstream=capture_url), ship=ship,
+        **_read_limits(limits),
     )  # fmt: skip
     return _serve(settings, host, port, access_log=access_log, as_json=as_json)
 

@@ -9,7 +9,6 @@ has the thread that ships, and what an opening decides.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import os
@@ -25,14 +24,13 @@ from typing import TYPE_CHECKING, Any
 
 from expstore.cold.parts import make_pool
 from expstore.cold.ship_log import Claim, ShipLog, ShippedState, part_key
-from expstore.cold.ship_settings import Ship
-from expstore.core.parsing import INVALID
+from expstore.cold.ship_settings import Origins, Ship
 from expstore.core.tables import size_text
 from expstore.disk.atomic_build import build_atomically
 from expstore.disk.files import Disk
 from expstore.errors import CorruptionError, LockedError, RemoteError, StateError
 from expstore.storages.engine.increment import Increment, capture
-from expstore.storages.format.paths import LOCK, SHIPPED
+from expstore.storages.format.paths import LOCK
 from expstore.storages.snapshots.rebuild import build, parts_of
 
 if TYPE_CHECKING:
@@ -150,7 +148,7 @@ class Shipper:
             except CorruptionError:
                 self._log.check()  # the next writer may have deleted parts meanwhile
                 raise
-            _keep_origins(disk, temporary / path.name, [newest.origin, claim.nonce])
+            Origins(self._bucket.name, (newest.origin, claim.nonce)).save(disk, temporary / path.name)
             if disk.is_dir(path):
                 disk.remove_tree(path)
         _log.info(
@@ -171,7 +169,7 @@ class Shipper:
             self._claim(storage)
         newest = self._log.newest
         if newest is not None and newest.state is not None:
-            self._check_fits(storage, newest, _load_origins(storage.disk, storage.path))
+            self._check_fits(storage, newest)
             self._rows, self._last_id = newest.state["rows"], newest.state["last"]
         self._storage = weakref.ref(storage)
         storage.shipping = self
@@ -180,16 +178,16 @@ class Shipper:
 
     def _claim(self, storage: Store) -> None:
         disk, path, claim = storage.disk, storage.path, Claim.make()
-        origins = _load_origins(disk, path)
+        origins = Origins.load(disk, path).nonces
         former, newest = self._log.find()
         if newest is not None and newest.state is not None:
-            self._check_fits(storage, newest, origins)
+            self._check_fits(storage, newest)
             origins = origins[origins.index(newest.origin) :]
         # Before the claim: what is shipped under it must be known as this folder's.
-        _keep_origins(disk, path, [*origins, claim.nonce])
+        Origins(self._bucket.name, (*origins, claim.nonce)).save(disk, path)
         self._log.claim(former, claim)
 
-    def _check_fits(self, storage: Store, newest: ShippedState, origins: list[str]) -> None:
+    def _check_fits(self, storage: Store, newest: ShippedState) -> None:
         """Raise StateError unless a store has all that a shipped state has."""
         name, path, state = self._bucket.name, storage.path, newest.state or {}
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(newest.time))
@@ -204,7 +202,7 @@ class Shipper:
             "open an empty folder with the same ship= to restore what was shipped, and combine both with "
             "`expstore merge` if rows of this folder are missing there"
         )
-        if newest.origin not in origins:
+        if newest.origin not in Origins.load(storage.disk, path).nonces:
             raise StateError(
                 f"{name} has rows that {path} lacks: another folder has continued the store (shipped {when})",
                 kind="diverged", hint=restore,
@@ -409,15 +407,3 @@ class _ProgressLine:
             _log.info("%s: %s of %s from %s", self._path, size_text(done), size_text(total), self._source)
 
 
-def _load_origins(disk: Disk, path: Path) -> list[str]:
-    """Return the nonces of claims whose shipped states a folder contains, the oldest first."""
-    if not disk.exists(path / SHIPPED):
-        return []
-    try:
-        return [str(nonce) for nonce in json.loads(disk.read_whole(path / SHIPPED))["origins"]]
-    except INVALID as exc:
-        raise CorruptionError(f"{path / SHIPPED} is damaged: {exc!r}") from exc
-
-
-def _keep_origins(disk: Disk, path: Path, origins: list[str]) -> None:
-    disk.write_whole(path / SHIPPED, json.dumps({"origins": origins}).encode())

@@ -203,7 +203,9 @@ class ShipLog:
     def _unpack(self, data: bytes, key: str) -> ShippedState:
         found = ShippedState(**self._unseal(data, key))
         if found.key != key:
-            raise CorruptionError(f"{key} in {self._bucket.name} has the content of {found.key}", hint=_DAMAGED)
+            raise CorruptionError(
+                f"{key} in {self._bucket.name} has the content of {found.key}", hint=_DAMAGED
+            )
         return found
 
     def _unseal(self, data: bytes, key: str) -> dict[str, Any]:

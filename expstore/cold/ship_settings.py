@@ -1,21 +1,29 @@
-"""`Ship`: where a store is shipped to while it is open, and how. Nothing here sends a request."""
+"""`Ship`: where a store is shipped to while it is open, and how; and what its folder knows of it.
+
+Nothing here sends a request.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from expstore.cold.object_storage import ObjectStorage
 from expstore.core.arguments import check_whole
+from expstore.core.parsing import INVALID
 from expstore.core.retention_policy import parse_bytes
-from expstore.errors import ArgumentError
+from expstore.disk.files import Disk
+from expstore.errors import ArgumentError, CorruptionError
+from expstore.storages.format.paths import SHIPPED
 
 if TYPE_CHECKING:
     from expstore.cold.bucket import Bucket
 
 #: How often obstore repeats a request; the thread that ships repeats everything.
-_RETRIES = 3
+_RETRIES = 5
 _LEAST_PART_BYTES = 64 << 10
 
 
@@ -75,4 +83,40 @@ class Ship:
     def connect(self) -> Bucket:
         """Return the objects at the address. Sends no request."""
         url = self.url
-        return (ObjectStorage(url, retries=_RETRIES) if isinstance(url, str) else ObjectStorage.of(url)).connect()
+        return (
+            ObjectStorage(url, retries=_RETRIES) if isinstance(url, str) else ObjectStorage.of(url)
+        ).connect()
+
+
+@dataclass(frozen=True)
+class Origins:
+    """Which shipped states a folder's store contains: the file SHIPPED. Without it, none.
+
+    Args:
+        url: Where they were shipped to last; "" if there are none.
+        nonces: The nonces of the claims under which they were captured, the oldest first.
+    """
+
+    url: str = ""
+    nonces: tuple[str, ...] = ()
+
+    @classmethod
+    def load(cls, disk: Disk, path: Path) -> Origins:
+        """Read the file of a store's folder.
+
+        Raises:
+            CorruptionError: It is damaged.
+        """
+        if not disk.exists(path / SHIPPED):
+            return cls()
+        try:
+            content = json.loads(disk.read_whole(path / SHIPPED))
+            return cls(str(content["url"]), tuple(map(str, content["nonces"])))
+        except INVALID as exc:
+            raise CorruptionError(
+                f"{path / SHIPPED} is damaged: {exc!r}", hint="remove it, and ship the store to another address"
+            ) from exc
+
+    def save(self, disk: Disk, path: Path) -> None:
+        """Replace the file; it is durable when this returns."""
+        disk.write_whole(path / SHIPPED, json.dumps({"url": self.url, "nonces": self.nonces}).encode())

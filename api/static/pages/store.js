@@ -190,6 +190,7 @@ const SECTIONS = [
       unsynced: now.unsynced_rows,
       age: now.last_sync_age,
       seconds: now.last_sync_seconds,
+      shipped: now.shipped,
       limiter: now.limiter,
       read_only: now.read_only,
     }),
@@ -234,7 +235,7 @@ function bar(value, most) {
 }
 
 /** @param {any} data */
-function writingFacts({ durability, unsynced, age, seconds, limiter, read_only: readOnly }) {
+function writingFacts({ durability, unsynced, age, seconds, shipped, limiter, read_only: readOnly }) {
   const promise = {
     sync: "sync: every extend survives a power cut",
     process: "process: every extend survives kill -9",
@@ -247,6 +248,13 @@ function writingFacts({ durability, unsynced, age, seconds, limiter, read_only: 
       ["Durability", promise ?? "–"],
       ["Unsynced rows", integer(unsynced)],
       ["Last sync", age === null ? "–" : `${duration(age)} ago, took ${duration(seconds)}`],
+      ...(shipped
+        ? [
+            ["Shipped to", shipped.url],
+            ["Not shipped", `${integer(shipped.rows_behind)} rows, ${duration(shipped.seconds_behind)}`],
+            ["Last problem", shipped.last_error ?? "–"],
+          ]
+        : []),
     ]),
     limiter
       ? [

@@ -115,7 +115,9 @@ def test_the_former_writer_is_fenced_and_keeps_its_rows(
         assert set(_numbers(both)) == {*range(30), *range(100, 110)}
 
 
-def test_of_two_that_open_at_once_one_wins(open_store: Callable[..., Buffer], storage: WatchedStorage) -> None:
+def test_of_two_that_open_at_once_one_wins(
+    open_store: Callable[..., Buffer], storage: WatchedStorage
+) -> None:
     rb = open_store("a.exp", seed=0)
     rb.extend(episode_rows(20, length=10))
     rb.close()
@@ -193,7 +195,9 @@ def test_an_outage_stops_nothing_and_fills_nothing(
     assert _numbers(open_store("b.exp")) == list(range(60))
 
 
-def test_a_kill_at_any_request_of_an_opening_or_an_upload_loses_nothing_that_was_shipped(tmp_path: Path) -> None:
+def test_a_kill_at_any_request_of_an_opening_or_an_upload_loses_nothing_that_was_shipped(
+    tmp_path: Path,
+) -> None:
     """Every request from the N-th on fails, for every N; then another disk restores."""
     seen = set()
     for stop in range(40):
@@ -201,7 +205,9 @@ def test_a_kill_at_any_request_of_an_opening_or_an_upload_loses_nothing_that_was
         with expstore.open(tmp_path / f"{stop}.exp", seed=0, ship=Ship(storage, every=3600.0)) as rb:
             rb.extend(episode_rows(20, length=10))
         first = len(storage.requests) + stop
-        storage.before = lambda number, act, key, first=first: _fail(number, act, key) if number >= first else None
+        storage.before = lambda number, act, key, first=first: (
+            _fail(number, act, key) if number >= first else None
+        )
         step = "opened"
         try:
             rb = expstore.open(tmp_path / f"{stop}.exp", ship=Ship(storage, every=3600.0))
@@ -243,7 +249,9 @@ def test_parts_that_no_state_needs_are_deleted(
     assert _numbers(open_store("b.exp")) == list(range(900, 1000))
 
 
-def test_versions_and_shipping_share_an_address(open_store: Callable[..., Buffer], storage: WatchedStorage) -> None:
+def test_versions_and_shipping_share_an_address(
+    open_store: Callable[..., Buffer], storage: WatchedStorage
+) -> None:
     rb = open_store("a.exp", seed=0)
     rb.extend(episode_rows(20, length=10))
     cold.push(rb, storage)

@@ -190,7 +190,9 @@ class Writer:
         self._log.sweep(lambda found: found["parts"])
 
 
-def _play(choose: Callable[[int], int], writers: int, lives: int, rounds: int, troubles: Sequence[str]) -> Objects:
+def _play(
+    choose: Callable[[int], int], writers: int, lives: int, rounds: int, troubles: Sequence[str]
+) -> Objects:
     turns = Turns(choose)
     objects = Objects(turns, troubles)
     turns.run([Writer(objects, number, lives, rounds).run for number in range(1, writers + 1)])
