@@ -65,7 +65,7 @@ class ChangeLog:
         (2, array([7]))
     """
 
-    __slots__ = ("_noted", "number", "seen", "touched")
+    __slots__ = ("_noted", "number", "seen", "tracked")
     newest_record = pending = None
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class ChangeLog:
         #: Number of the newest change whose values reads return; 0 in RAM.
         self.seen = 0
         #: The slots changed since a capture; None: nothing was captured, or any slot may have changed.
-        self.touched: Touched | None = None
+        self.tracked: Touched | None = None
         self._noted: deque[tuple[int, IntArray | None]] = deque(maxlen=_KEPT)
 
     def begin(self) -> None:
@@ -105,7 +105,7 @@ class ChangeLog:
 
     def _note(self, number: int, slots: IntArray | None) -> None:
         if slots is None:
-            self.touched = None
-        elif self.touched is not None:
-            self.touched.note(slots)
+            self.tracked = None
+        elif self.tracked is not None:
+            self.tracked.note(slots)
         self._noted.append((number, slots if slots is None or slots.size <= _ROWS else None))

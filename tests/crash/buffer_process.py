@@ -6,8 +6,12 @@ calls and answers go through pipes. A buffer in RAM runs in the caller's process
 
 from __future__ import annotations
 
+import itertools
+import json
 import multiprocessing
 import os
+import pickle
+import shutil
 import signal
 import traceback
 from collections.abc import Sequence
@@ -30,9 +34,12 @@ import expstore.sql.index
 from expstore.buffers.policy_runner import PolicyRunner
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core import tuning
-from expstore.disk.files import ReadingDisk
+from expstore.disk.files import Disk, ReadingDisk
+from expstore.maintenance.verify import verify
 from expstore.storages import MemoryStorage
 from expstore.storages.engine import store
+from expstore.storages.engine.increment import capture
+from expstore.storages.snapshots.rebuild import build, parts_of
 from expstore.testing.model import Row
 from expstore.testing.model_rows import columns_of, make_batch, patch_of
 from tests.crash.killing_disks import KillingDisk
@@ -185,6 +192,26 @@ class Hand:
     def loads(self, number: int) -> int:
         self.rb.loads(self._folder / "versions", number)
         return int(self.rb.storage.last)
+
+    def ship(self) -> dict[str, Any]:
+        """Capture what has changed since the last call; look at the store that is built of it."""
+        place, built = self._folder / "parts", self._folder / "built.exp"
+        parts, state = pickle.loads(place.read_bytes()) if place.exists() else ({}, None)
+        names = (f"{len(parts) + n}" for n in itertools.count())
+        increment = capture(self.rb.storage, state, name=names.__next__, part_bytes=2048)
+        if increment is not None:
+            parts |= dict(increment.parts)
+            state = json.loads(json.dumps(increment.state))
+        assert capture(self.rb.storage, state, name=names.__next__) is None
+        place.write_bytes(pickle.dumps((parts, state)))
+        kept = {name: parts[name] for name in parts_of(state, parts.__getitem__)}
+        build(built, state, kept.__getitem__, disk=Disk())
+        try:
+            assert not verify(built)
+            with expstore.open(built) as rb:
+                return _look(rb)
+        finally:
+            shutil.rmtree(built)
 
     def versions(self) -> list[int]:
         path = self._folder / "versions"

@@ -307,6 +307,12 @@ class Life(stateful.RuleBasedStateMachine):
         if last is not None:
             self.truth = former.loads(number, last)
 
+    @stateful.precondition(lambda self: self.kind != "memory")
+    @stateful.rule()
+    def ship(self) -> None:
+        """Build a store of what has changed since the last time and of what was shipped before."""
+        self.match(self.host.call("ship"), [self.truth])
+
     @stateful.rule(fatal=fatal)
     def flush(self, fatal: Fatal) -> None:
         after = self.truth.copy()

@@ -82,7 +82,7 @@ class Priorities:
         #: Whether a priority was ever set; otherwise all are equal.
         self.were_set: bool = False if former is None else former.were_set
         #: The slots whose priorities were set since a capture; None: nothing was captured.
-        self.touched: Touched | None = None
+        self.tracked: Touched | None = None
         self._largest_id: int = 0 if former is None else former._largest_id  # a row that has it; 0: unknown
         self._watchers: weakref.WeakSet[PriorityWatcher] = (
             weakref.WeakSet() if former is None else former._watchers
@@ -189,8 +189,8 @@ class Priorities:
 
     def note_changed(self, slots: IntArray) -> None:
         """Record that a column on disk, and a capture, lack the values of these slots. Shape `(n,)`."""
-        if self.touched is not None:
-            self.touched.note(slots)
+        if self.tracked is not None:
+            self.tracked.note(slots)
 
     def _grow(self, slot: int, stop: int, slots: int | None) -> None:
         """Make room for new rows in the slots from `slot` to `stop` - 1; `slots` as for `start`."""

@@ -44,7 +44,7 @@ class Sampled:
         #: Incremented with every batch, so that a sampler sees that another one has counted, too.
         self.moves = 0
         #: The slots that were counted since a capture; None: nothing was captured.
-        self.touched: Touched | None = None
+        self.tracked: Touched | None = None
 
     def add(self, slots: IntArray) -> None:
         """Increment the counts of rows.
@@ -59,8 +59,8 @@ class Sampled:
         self._keep(slots, values)
         self.moves += 1  # before the values: after an interruption in between, samplers read all counts again
         self.values[slots] = values
-        if self.touched is not None:
-            self.touched.note(slots)
+        if self.tracked is not None:
+            self.tracked.note(slots)
 
     def renew(self, pieces: Iterable[tuple[int, int, int]]) -> None:
         """Set the counts to 0 where new rows are about to be committed.

@@ -261,12 +261,12 @@ class _Moment:
     def _begin_tracking(self) -> bool:
         """Track changes from now on; return whether all changes since the former capture were tracked."""
         token, objects = self.former.get("token"), [self._rows, *self._tracked.values()]
-        if token is not None and all(one.touched and one.touched.token == token for one in objects):
+        if token is not None and all(one.tracked and one.tracked.token == token for one in objects):
             self.token = token
             return True
         self.token = Touched().token
         for one in objects:
-            one.touched = Touched(self.token)
+            one.tracked = Touched(self.token)
         return False
 
     def _find_floor(self, entries: Array | None, last: int) -> int:
@@ -306,9 +306,9 @@ class _Moment:
         """Copy the priorities and counts that former parts lack."""
         if self.columns is None:
             return
-        touched = {name: self._find(one.touched) for name, one in self._tracked.items()}
+        touched = {name: self._find(one.tracked) for name, one in self._tracked.items()}
         if self.is_tracked:
-            self.redone = self._find(self._rows.touched)
+            self.redone = self._find(self._rows.tracked)
         pieces = self.geometry.runs(self.first, self.count)
         for name, one in self._tracked.items():
             ids = self._old.ids() if self.renews_values else touched[name]
@@ -327,7 +327,7 @@ class _Moment:
 
     def _advance(self) -> int:
         """Begin a new moment for all objects that track changes; return it."""
-        marks = [one.touched for one in (self._rows, *self._tracked.values()) if one.touched is not None]
+        marks = [one.tracked for one in (self._rows, *self._tracked.values()) if one.tracked is not None]
         for mark in marks:
             if self.is_tracked:
                 mark.forget(self.former["moment"])

@@ -30,6 +30,7 @@ from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.columns.flat import FlatColumn
 from expstore.storages.columns.payload import join_payload, split_payload
 from expstore.storages.columns.sample_counts_column import SampledColumn
+from expstore.storages.format.control_page import PAGE
 from expstore.storages.format.increment_parts import (
     FORMAT,
     Entry,
@@ -41,7 +42,7 @@ from expstore.storages.format.increment_parts import (
 )
 from expstore.storages.format.journal import ALIGN, Journal, Kind
 from expstore.storages.format.manifest import MANIFEST, Manifest
-from expstore.storages.format.paths import COLUMNS, JOURNAL
+from expstore.storages.format.paths import COLUMNS, JOURNAL, STATE
 from expstore.storages.format.records import Redo
 from expstore.storages.format.write_key_file import KEYS, pack_keys
 from expstore.storages.snapshots.restore import create_columns, finish_columns
@@ -133,6 +134,7 @@ class _Build:
             self._build_columns(pool)
         self._build_logs()
         self._put(MANIFEST, self._manifest.pack())
+        self._put(STATE, bytes(PAGE))  # of no writer; a missing page would be reported as lost
         self._build_journal()
         self._progress(self._whole, self._whole)
         sync_paths(self._disk, self._written, sorted(self._folders), pool)

@@ -1,0 +1,256 @@
+"""A store that is built of captures is the one that a kill at the moment of the last one would have left."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import expstore
+from expstore.disk.files import Disk
+from expstore.errors import ExpStoreError
+from expstore.maintenance.verify import verify
+from expstore.storages.engine.increment import Increment, capture
+from expstore.storages.format import increment_parts
+from expstore.storages.snapshots.rebuild import build, parts_of
+from expstore.writers.writers import TensorDictMaxValueWriter
+from tests.support.tuned import few_rows_in_memory, set_spare_slots
+
+pytestmark = pytest.mark.index
+
+_PACKED = {"layout": "packed", "rows": 4}
+_SHARED = {"columns": "flat", "fields": {"pixels": _PACKED, "next.pixels": _PACKED}}
+#: Settings of a store, and how long its rows are: text, or arrays of this shape.
+KINDS: dict[str, dict[str, Any]] = {
+    "ring": {"capacity": 60, "sampler": "prioritized", "layout": "flat"},
+    "consuming": {"capacity": 50, "sampler": lambda: expstore.ConsumingSampler(max_sample_count=2)},
+    "growing": {"layout": "flat"},
+    "window": {"window": 40, "sampler": "prioritized", "layout": "flat"},
+    "packed": {"capacity": 64, "layout": _SHARED},
+    "packed growing": {"layout": _SHARED},
+    "arrow": {"capacity": 60, "layout": "arrow"},
+    "arrow growing": {"layout": "arrow"},
+    "compressed": {"layout": {"kind": "arrow", "compression": "zstd"}},
+    "best": {"capacity": 30, "writer": lambda: TensorDictMaxValueWriter(rank_key="number")},
+}
+
+
+class Bucket:
+    """The parts that were uploaded, and the newest state."""
+
+    def __init__(self, part_bytes: int) -> None:
+        self.parts: dict[str, bytes] = {}
+        self.state: dict[str, Any] | None = None
+        self._part_bytes, self._numbers = part_bytes, itertools.count()
+        self.rows = 0
+
+    def ship(self, rb: Any, *, lose: bool = False) -> Increment | None:
+        """Upload what has changed; with `lose`, fail before the state is uploaded."""
+        name = (f"part{n}" for n in self._numbers).__next__
+        increment = capture(rb.storage, self.state, name=name, part_bytes=self._part_bytes)
+        if increment is None:
+            return None
+        parts = dict(increment.parts)
+        if not lose:
+            self.parts |= parts
+            self.state = json.loads(json.dumps(increment.state))
+            need = parts_of(self.state, self.parts.__getitem__)
+            self.parts = {name: data for name, data in self.parts.items() if name in need}
+            self.rows += increment.row_bytes
+        return increment
+
+    def build(self, folder: Path) -> None:
+        assert self.state is not None
+        build(folder, self.state, self.parts.__getitem__, disk=Disk())
+
+
+class Life:
+    """A store to which random things happen, all of them chosen by a seed."""
+
+    def __init__(self, folder: Path, kind: str, seed: int) -> None:
+        self.folder, self.kind, self.seed = folder, kind, seed
+        self.random, self.rng = random.Random(seed), np.random.default_rng(seed)
+        self.settings = {name: value() if callable(value) else value for name, value in KINDS[kind].items()}
+        self.number = 0
+        self.open()
+
+    def open(self) -> None:
+        given = dict(self.settings)
+        self.rb: Any = expstore.open(self.folder / "run.exp", batch_size=5, seed=3, **given)
+        self.reader = self.rb.consumer("learner", seed=9, missing="skip") if self.rb.storage.last else None
+
+    def rows(self, count: int) -> dict[str, Any]:
+        numbers = np.arange(self.number, self.number + count)
+        self.number += count
+        if self.kind == "best":
+            numbers = self.rng.permutation(count) + self.rng.integers(0, 100)
+        found = {"number": numbers, "x": self.rng.normal(size=(count, 3)).astype(np.float32)}
+        found["next"] = {"done": self.rng.random(count) < 0.2}
+        if "packed" in self.kind:
+            frames = (np.arange(self.number - count, self.number + 1) % 251).astype(np.uint8)
+            frames = np.tile(frames[:, None, None], (1, 12, 12))
+            found["pixels"], found["next"]["pixels"] = frames[:-1], frames[1:]
+        if self.kind.startswith(("arrow", "compressed")):
+            found["text"] = [None if n % 5 == 3 else "é" * (n % 9) + str(n) for n in numbers.tolist()]
+        return found
+
+    def act(self) -> None:
+        """Do one random thing."""
+        ids = self.rb.storage.window.ids()
+        acts = [self.extend, self.extend, self.add, self.add]
+        if ids.size:
+            acts += [self.sample, self.change, self.weigh, self.draw, self.fact, self.key]
+            acts += [self.delete] if self.rb.storage.capacity is None and "arrow" not in self.kind else []
+            acts += [self.annotate] if self.kind in ("ring", "growing", "arrow") else []
+        self.random.choice(acts)()
+
+    def extend(self) -> None:
+        self.rb.extend(self.rows(self.random.choice([1, 3, 17, 45])), source=self.random.choice("ab"))
+
+    def add(self) -> None:
+        rows = self.rows(1)
+        self.rb.extend(rows)
+
+    def some(self, count: int) -> np.ndarray:
+        ids = self.rb.storage.window.ids()
+        return np.sort(self.rng.choice(ids, min(count, ids.size), replace=False))
+
+    def sample(self) -> None:
+        with contextlib.suppress(ExpStoreError):  # a sampler that consumes has nothing left
+            self.rb.sample()
+
+    def change(self) -> None:
+        if self.kind in ("best", "compressed"):
+            return
+        ids = self.some(4)
+        self.rb.update_if_present(id=ids, patch={"x": self.rng.normal(size=(ids.size, 3)).astype(np.float32)})
+
+    def weigh(self) -> None:
+        ids = self.some(6)
+        self.rb.update_priority(id=ids, priority=self.rng.random(ids.size))
+
+    def draw(self) -> None:
+        if self.reader is None:
+            self.reader = self.rb.consumer("learner", seed=9, missing="skip")
+        for _ in range(self.random.randrange(3)):
+            draw(self.reader)
+        if self.random.random() < 0.3:
+            self.reader.commit()
+
+    def fact(self) -> None:
+        episode = int(self.rb.sql("SELECT max(episode_id) FROM episodes").fetchall()[0][0])
+        self.rb.episodes.annotate(episode, score=self.random.random())
+
+    def key(self) -> None:
+        if self.kind == "best":
+            return
+        self.rb.extend(self.rows(2), idempotency_key=f"key {self.number}")
+
+    def delete(self) -> None:
+        self.rb.episodes.delete(f"episode_id % 7 = {self.random.randrange(7)}")
+
+    def annotate(self) -> None:
+        ids = self.some(3)
+        self.rb.annotate(ids, {"advantage": self.rng.normal(size=ids.size).astype(np.float32)})
+
+    def kill(self) -> None:
+        """Go on in a copy, as after a kill."""
+        copy = self.folder / "copy.exp"
+        self.copy(copy)
+        self.close()
+        shutil.rmtree(self.folder / "run.exp")
+        copy.rename(self.folder / "run.exp")
+        self.open()
+
+    def close(self) -> None:
+        if self.reader is not None:
+            self.reader.close()
+        self.rb.close()
+
+    def copy(self, target: Path) -> None:
+        """Copy the folder as a kill would leave it now."""
+        shutil.copytree(self.folder / "run.exp", target)
+
+
+def draw(reader: Any) -> Any:
+    try:
+        return reader.sample()["number"].tolist()
+    except ExpStoreError as exc:  # its rows were changed or overwritten since
+        return str(exc)
+
+
+def look(path: Path) -> dict[str, Any]:
+    """Return all that can be seen of a store, and what it does next."""
+    with expstore.open(path, batch_size=5) as rb:
+        storage = rb.storage
+        window = storage.stored
+        found: dict[str, Any] = {
+            "window": (window.low, window.last, list(window.deleted.between(window.low, window.last))),
+            "draw": storage.draws.number,
+            "write_count": storage.write_count,
+            "largest": storage.priorities.largest,
+            "rows": rb.sql("SELECT * EXCLUDE (_time) FROM transitions ORDER BY _id").fetchall(),
+            "times": rb.sql("SELECT _time FROM transitions ORDER BY _id").fetchall(),
+            "episodes": rb.sql("SELECT * EXCLUDE (end_time) FROM episodes ORDER BY episode_id").fetchall(),
+            "keys": len(storage.state.write_keys),
+        }
+        slots = storage.geometry.slot_of(window.ids())
+        found["priority"] = storage.priorities.values_at(slots).tolist()
+        counts = storage.state.sampled
+        found["counts"] = None if counts is None else counts.values[slots].tolist()
+        for place in ("sample", "again"):
+            with contextlib.suppress(ExpStoreError):
+                found[place] = rb.sample()["number"].tolist()
+        if (path / "consumers" / "learner").exists():
+            reader = rb.consumer("learner", missing="skip")
+            found["position"] = (
+                reader.position.draw if hasattr(reader.position, "draw") else str(reader.position)
+            )
+            found["draws"] = [draw(reader) for _ in range(8)]
+            reader.close()
+        return found
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill chunks, pages and the memtable with few rows."""
+    set_spare_slots(monkeypatch, 64)
+    few_rows_in_memory(monkeypatch)
+    monkeypatch.setattr(increment_parts, "PAGE_ENTRIES", 4)
+
+
+def check(life: Life, bucket: Bucket, folder: Path) -> None:
+    """Compare what is built with a copy of the store, which nobody has changed since the last capture."""
+    killed, built = folder / "killed.exp", folder / "built.exp"
+    life.copy(killed)
+    bucket.build(built)
+    assert not verify(built)
+    wanted, found = look(killed), look(built)
+    for name, value in wanted.items():
+        assert found[name] == value, name
+    for path in (killed, built):
+        shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("seed", range(1))
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_built_is_the_store_at_that_moment(tmp_path: Path, kind: str, seed: int) -> None:
+    life, bucket = Life(tmp_path, kind, seed), Bucket(2000)
+    with contextlib.closing(life):
+        for number in range(12):
+            for _ in range(life.random.randrange(1, 6)):
+                life.act()
+            if life.random.random() < 0.2:
+                life.kill()
+            bucket.ship(life.rb, lose=life.random.random() < 0.2)
+            if number % 3 == 2:
+                bucket.ship(life.rb)
+                assert bucket.ship(life.rb) is None
+                check(life, bucket, tmp_path)
