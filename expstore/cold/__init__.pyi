@@ -1,6 +1,5 @@
 from expstore.cold.download import pull as pull
 from expstore.cold.object_storage import ObjectStorage as ObjectStorage
-from expstore.cold.ship_settings import Ship as Ship
 from expstore.cold.sweep import Pruned as Pruned
 from expstore.cold.sweep import prune as prune
 from expstore.cold.upload import push as push

@@ -47,7 +47,7 @@ path, url, every, life, options = sys.argv[1:]
 every, life, options = float(every), int(life), json.loads(options)
 rb = expstore.open(path, ship=expstore.Ship(url, every=every), batch_size=8, seed=0, **options)
 print("open", rb.write_count, flush=True)
-learner = rb.consumer("learner") if rb.write_count else None
+learner = None
 rng = np.random.default_rng(life)
 while True:
     start, count = rb.write_count, int(rng.integers(1, 40))
@@ -59,7 +59,7 @@ while True:
         batch["text"] = [str(n) * (n % 3) for n in number]
     rb.extend(batch, source="steps")
     print("rows", start + count, flush=True)
-    learner = learner or rb.consumer("learner")
+    learner = learner or rb.consumer("learner", at="end")
     drawn = learner.sample(as_numpy=True)
     print("draw", learner.position["draw"] - 1, *drawn["number"].tolist(), flush=True)
     if rng.random() < 0.3:
