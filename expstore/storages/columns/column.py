@@ -38,6 +38,8 @@ class Run:
         episodes: Episode of each row. Shape `(n,)`.
         steps: Step of each row in its episode. Shape `(n,)`.
         parents: The fields that name the rows that other rows continue, by key.
+        is_stored: Whether `variable`, and the values of packed columns, are rows as they are stored, which
+            may refer to rows of earlier runs.
     """
 
     first_id: int
@@ -49,6 +51,7 @@ class Run:
     episodes: Any = ()
     steps: Any = ()
     parents: Mapping[Key, Any] = field(default_factory=dict)
+    is_stored: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -503,6 +503,15 @@ class WritableColumns(ColumnSet, Checkpointed):
             if priorities is not None:
                 for file, at, row, rows in self.row_fields[-1].spans(slot, n):
                     file.write(priorities[offset + row : offset + row + rows].copy(), at)
+        self.write_run(run, synced=synced)
+
+    def append_run(self, run: Run) -> None:
+        """Write rows only to the columns whose rows other rows may refer to."""
+        for appender in self._appenders:
+            appender.write(run)
+
+    def write_run(self, run: Run, *, synced: int | None = None) -> None:
+        """Write rows for whose slots there is room; `synced` as for `write_parts`."""
         try:
             for writer in self._writers:
                 if synced is None:

@@ -19,13 +19,15 @@ from typing import TYPE_CHECKING, Any
 import google_crc32c
 import numpy as np
 
+from expstore.core import tuning
 from expstore.core.change_log import ChangeLog
 from expstore.core.touched import Touched
 from expstore.core.values import Array, IntArray, Window
 from expstore.disk.atomic_build import SCRAP
-from expstore.storages.columns.capture import Capture
 from expstore.storages.columns.checksums import BLOCK_ROWS
-from expstore.storages.columns.payload import payload_parts
+from expstore.storages.columns.column_set_writer import WritableColumns
+from expstore.storages.columns.packed.capture import PackedCapture
+from expstore.storages.columns.packed.column import PackedRows
 from expstore.storages.columns.priorities import Priorities
 from expstore.storages.columns.sample_counts import Sampled
 from expstore.storages.format.annotation_log import FILE_SHIFT, file_path, find_files
@@ -43,7 +45,6 @@ from expstore.storages.format.increment_parts import (
 from expstore.storages.format.paths import ANNOTATIONS, LOCK, LOG, RENUMBERED
 from expstore.storages.format.records import Redo
 from expstore.storages.format.row_changes import CHANGES
-from expstore.storages.snapshots.restore import join_parts
 
 if TYPE_CHECKING:
     from expstore.storages.engine.store import Store
@@ -187,7 +188,6 @@ class _Log:
 def _open_logs(storage: Store) -> Iterator[_Log]:
     """Yield the files to which a store appends, and small files; the locks of the store are held."""
     rows, disk, path = storage.state, storage.disk, storage.path
-    rows.log.flush()
     yield _Log(storage, Path(LOG), rows.log.length)
     newest, end = divmod(rows.annotated, 1 << FILE_SHIFT)
     for number in find_files(disk, path / ANNOTATIONS):
@@ -228,8 +228,13 @@ class _Moment:
         floor: int = self.former.get("last", 0)
         if not self.is_tracked and floor:
             floor = self._find_floor(storage.snapshots.block_sums(), floor)
+        floor = min(floor, self.window.last)
+        #: Rows after this id are captured: those that are stored, and older ones that these continue.
+        self.kept = 0 if self.columns is None else self._find_kept(self.columns)
+        #: The run of older rows that former parts lack: the first id, and the end.
+        self.older = range(max(self.kept, floor) + 1, self.window.low + 1)
         #: Rows up to this id are in former parts; the first row that is not, and the number of these rows.
-        self.floor = max(self.window.low, min(floor, self.window.last))
+        self.floor = max(self.window.low, floor)
         self.first, self.count = self.floor + 1, self.window.last - self.floor
         #: Rows that former parts have, and their ids that were changed in place. Shape `(n,)`.
         self._old = Window(self.window.low, self.floor, self.window.deleted)
@@ -238,16 +243,30 @@ class _Moment:
         self.values: dict[str, tuple[IntArray, Array]] = {}
         #: By row field: the values of the rows that former parts lack. Shape `(count,)`.
         self.newest: dict[str, Array] = {}
-        self.captures: Sequence[Capture] = ()
         with storage.locks.sampled, storage.locks.episodes, storage.priorities.lock:
+            rows.log.flush()  # the base record has its length
             self.base = json.loads(json.dumps(rows.base_record(storage.manifest.generation, opening=True)))
             self._take_values()
             self.moment = self._advance()
             self.logs = list(_open_logs(storage))
             keys: int = self.former["keys"] if self.is_tracked else 0
             self.keys = rows.write_keys.entries_since(0 if self.renews_logs else keys)
-        if self.columns is not None:
-            self.captures = self.columns.capture(self.window.low)
+        captures = [] if self.columns is None else self.columns.capture(self.window.low)
+        #: The packed columns as they are now, by position.
+        self.packed: dict[int, PackedRows] = {}
+        for one in captures:
+            if isinstance(one, PackedCapture):
+                self.packed |= one.columns
+
+    def _find_kept(self, columns: WritableColumns) -> int:
+        """Return the newest id to which no stored row refers, nor an older one."""
+        low = self.window.low
+        found = [segments.kept_from - 1 for segments in columns.shared if segments.parents]
+        if columns.packed:
+            found.append(
+                low - (tuning.PACKED_LOOKBACK_ROWS[1] if columns.slots is None else self.geometry.reach)
+            )
+        return max(0, min([low, *found]))
 
     def _suits(self, former: dict[str, Any]) -> bool:
         """Return whether rows of a former state need not be captured again."""
@@ -374,6 +393,7 @@ class _Parts:
             "sequence": moment.sequence,
             "content": moment.base["content"],
             "low": window.low,
+            "kept": moment.kept,
             "last": window.last,
             "rows": window.rows,
             "token": moment.token,
@@ -383,7 +403,7 @@ class _Parts:
             "keys": moment.base["write_keys"],
             "manifest": manifest,
             "base": moment.base,
-            "parts": cut([Entry(*one) for one in former.get("parts", ())], window.low, moment.floor),
+            "parts": cut([Entry(*one) for one in former.get("parts", ())], moment.kept, moment.floor),
             "values": {
                 "parts": list(values["parts"]) if values else [],
                 "size": size + (values["size"] if values else 0),
@@ -447,41 +467,39 @@ class _Parts:
             values = self._storage.take(moment.geometry.slot_of(ids), places)
             span = int(ids[0]), int(ids[-1])
             yield Section("changed", {"span": span}, Redo(ids, places, values).pack())
-        for first in range(moment.first, moment.window.last + 1, step):
-            self._storage.snapshot_pin.move(first)
-            yield from self._rows(first, min(step, moment.window.last + 1 - first))
+        for run in (moment.older, range(moment.first, moment.window.last + 1)):
+            for first in run[::step]:
+                self._storage.snapshot_pin.move(first)
+                yield from self._rows(first, min(step, run.stop - first))
 
     def _rows(self, first: int, count: int) -> Iterator[Section]:
+        """Yield a run of rows; of older ones only the fields that other rows may refer to."""
         moment, columns = self._moment, self._moment.columns
         assert columns is not None, "there are rows"
-        arrays = self._read(first, count)
-        data = b"".join(payload_parts(columns, arrays[:-4], np.stack(arrays[-4:])))
+        is_older = first < moment.first
+        flat = [*columns.flat][:-1]
+        parts: list[bytes] = []
+        if not is_older:
+            parts = [np.concatenate(rows).tobytes() for rows in self._storage.views(flat, first, count)]
+        packed: dict[str, list[tuple[int, bool, int]]] = {}
+        for place, column in moment.packed.items():
+            pieces = [*column.pieces(first, count)]
+            packed[str(place)] = [(piece.rows, piece.is_chunk, len(piece.data)) for piece in pieces]
+            parts += [piece.data for piece in pieces]
+        data = b"".join(
+            [*parts, *(segments.pack_stored(first, count, may_lack=is_older) for segments in columns.shared)]
+        )
         if len(data) > self._most and count > 1:  # rows of variable length may be longer than others
             half = count // 2
             yield from self._rows(first, half)
             yield from self._rows(first + half, count - half)
             return
         at = first - moment.first
-        values = {name: run[at : at + count].tobytes() for name, run in moment.newest.items()}
-        about = {
-            "span": (first, first + count - 1),
-            "values": {name: len(run) for name, run in values.items()},
-        }
-        yield Section("rows", about, b"".join([*values.values(), data]))
-
-    def _read(self, first: int, count: int) -> list[Any]:
-        """Return rows as stored, an array per column except the priorities."""
-        moment, columns = self._moment, self._moment.columns
-        assert columns is not None, "there are rows"
-        flat = [*columns.flat][:-1]
-        found: dict[int, Any] = dict(zip(flat, self._storage.views(flat, first, count), strict=True))
-        for capture in moment.captures:
-            for place in capture.places:
-                if place in columns.annotated:
-                    found[place] = [np.empty((count, 0), np.uint8)]
-                else:
-                    found[place] = capture.rows(place, first, count)
-        return [join_parts(found[place]) for place in range(len(columns.columns) - 1)]
+        newest = {} if is_older else moment.newest
+        values = {name: run[at : at + count].tobytes() for name, run in newest.items()}
+        sizes = {name: len(run) for name, run in values.items()}
+        about = {"span": (first, first + count - 1), "values": sizes, "packed": packed}
+        yield Section("older" if is_older else "rows", about, b"".join([*values.values(), data]))
 
     # -- values and logs -------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,10 @@ from expstore.disk.files import Disk
 from expstore.disk.threads import Threads
 from expstore.errors import CorruptionError, StateError
 from expstore.storages.columns.checksums import blocks_of
-from expstore.storages.columns.column import Column
+from expstore.storages.columns.column import Column, Run
 from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.columns.flat import FlatColumn
-from expstore.storages.columns.payload import join_payload, split_payload
+from expstore.storages.columns.packed.column import PackedPiece
 from expstore.storages.columns.sample_counts_column import SampledColumn
 from expstore.storages.format.control_page import PAGE
 from expstore.storages.format.increment_parts import (
@@ -64,7 +65,7 @@ def parts_of(state: dict[str, Any], fetch: Fetch) -> set[str]:
         CorruptionError: A page is damaged.
     """
     others = [name for which in ("values", "logs") for name, _ in state[which]["parts"]]
-    return {one.name for one in walk(_entries(state), state["low"], fetch)}.union(others)
+    return {one.name for one in walk(_entries(state), state["kept"], fetch)}.union(others)
 
 
 def _entries(state: dict[str, Any]) -> list[Entry]:
@@ -196,12 +197,12 @@ class _Build:
         upto: dict[str, int] = {}
 
         def names() -> Iterator[str]:
-            for entry in walk(_entries(self._state), self._low, self._fetch):
+            for entry in walk(_entries(self._state), self._state["kept"], self._fetch):
                 if not entry.level:
                     upto[entry.name] = entry.last
                     yield entry.name
 
-        next_id = self._low + 1
+        next_id = self._state["kept"] + 1
         for name, sections in self._read(names()):
             for section in sections:
                 if section.kind == "changed":
@@ -223,26 +224,53 @@ class _Build:
     ) -> int:
         """Write the rows of a section that count; return the id after them."""
         first, last = section.about["span"]
-        count, at, values = last - first + 1, 0, {}
+        count, at, values = last - first + 1, 0, dict[str, Array]()
         for field, size in section.about["values"].items():
-            dtype = columns[field].entry.numpy_dtype
-            values[field] = np.frombuffer(section.data, dtype, count, at)
+            values[field] = np.frombuffer(section.data, columns[field].entry.numpy_dtype, count, at)
             at += size
-        parts = split_payload(group, section.data[at:], count)
-        run = join_payload(group, parts, cut_run(first, count, self._manifest.slots))
-        # Rows that were evicted are left out, and rows of which later parts have others.
-        part = slice(max(next_id, first) - first, min(last, upto) + 1 - first)
-        if next_id < first or part.start >= part.stop:
+        fixed = dict[int, Array]()
+        for place, column in group.flat.items() if section.kind == "rows" else ():
+            if column is columns["priority"]:
+                fixed[place] = values["priority"]
+                continue
+            rows: Array = np.frombuffer(
+                section.data, column.entry.numpy_dtype, count * column.entry.row_items, at
+            )
+            fixed[place] = rows.reshape(count, *column.entry.shape)
+            at += rows.nbytes
+        packed = dict[int, list[PackedPiece]]()
+        for place in group.packed:
+            packed[place], piece_first = [], first
+            for n, is_chunk, size in section.about["packed"][str(place)]:
+                packed[place].append(PackedPiece(piece_first, n, is_chunk, section.data[at : at + size]))
+                at, piece_first = at + size, piece_first + n
+        rest = section.data[at:]
+        variable = [segments.unpack(rest, stored=True) for segments in group.shared]
+        # Rows that nothing needs any more are left out, and rows of which later parts have others.
+        start, end = max(next_id, first), min(last, upto) + 1
+        if next_id < first or start >= end:
             return next_id
-        arrays = [array[part] for array in run.values]
-        pieces = cut_run(first + part.start, part.stop - part.start, self._manifest.slots)
-        numbers = np.ascontiguousarray(np.stack(arrays[-4:]))
-        group.write(pieces, [_pack(one) for one in arrays[:-4]], numbers, values["priority"][part])
-        self._blocks |= blocks_of(pieces)
-        if "sampled" in values and "sampled" in columns:
-            ids = np.arange(first + part.start, first + part.stop)
-            self._write(columns["sampled"], ids, values["sampled"][part])
-        return first + part.stop
+        middle = min(max(start, self._low + 1), end)  # of rows before it only what other rows continue
+        for low, high in ((start, middle), (middle, end)):
+            if low == high:
+                continue
+            part = slice(low - first, high - first)
+            pieces = cut_run(low, high - low, self._manifest.slots)
+            arrays: list[Any] = [()] * len(group.columns)
+            for place, rows in fixed.items():
+                arrays[place] = rows[part]
+            for place, pieces_of in packed.items():  # a piece is written with its last row
+                arrays[place] = [one for one in pieces_of if low < one.first + one.rows <= high]
+            lists = [rows.slice(part.start, high - low) for rows in chain.from_iterable(variable)]
+            run = Run(low, high - low, pieces, arrays, lists, is_stored=True)
+            if low > self._low:
+                group.write_run(run)
+                self._blocks |= blocks_of(pieces)
+                if "sampled" in values and "sampled" in columns:
+                    self._write(columns["sampled"], np.arange(low, high), values["sampled"][part])
+            else:
+                group.append_run(run)
+        return end
 
     def _change_rows(self, group: WritableColumns, section: Section, upto: int) -> None:
         assert self._manifest.schema is not None, "there are rows"
@@ -315,8 +343,3 @@ class _Build:
             journal.start_segment(self._state["base"])
             journal.append(Kind.CLOSE, b"{}")
             self._written += [file.path for file in journal.sync_files()]
-
-
-def _pack(rows: Any) -> Any:
-    """Return rows that lie one after another."""
-    return np.ascontiguousarray(rows) if isinstance(rows, np.ndarray) else rows

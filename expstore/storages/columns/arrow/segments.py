@@ -437,12 +437,15 @@ class Segments(AppendedPart):
         found = dict(zip(plain, self.gather_stored(ids, plain), strict=True)) if plain else {}
         return [found[number] if number in found else self._gather_whole(ids, number) for number in numbers]
 
-    def gather_stored(self, ids: IntArray, numbers: Sequence[int]) -> list[pa.Array]:
+    def gather_stored(
+        self, ids: IntArray, numbers: Sequence[int], *, may_lack: bool = False
+    ) -> list[pa.Array]:
         """Copy rows out as they are stored: of a row that continues others, its own elements and pieces.
 
         Args:
             ids: Row ids. Shape `(n,)`.
             numbers: Numbers of the fields.
+            may_lack: Whether any row may be missing, and becomes None.
 
         Raises:
             CorruptionError: Rows are missing or damaged.
@@ -451,7 +454,8 @@ class Segments(AppendedPart):
         missing = batches < 0
         if not missing.any():
             return self._gather(locations, batches, inside, numbers)
-        self._explain(locations, ids[missing])
+        if not may_lack:
+            self._explain(locations, ids[missing])
         there = np.flatnonzero(~missing)
         found = self._gather(locations, batches[there], inside[there], numbers)
         places = np.full(ids.size, there.size)
@@ -889,18 +893,40 @@ class Segments(AppendedPart):
         message = pa.record_batch(list(columns), schema=self._whole_schema).serialize().to_pybytes()
         return len(message).to_bytes(_LENGTH_BYTES, "little") + bytes(message)
 
-    def unpack(self, data: bytes) -> list[pa.Array]:
+    @property
+    def kept_from(self) -> int:
+        """The oldest row that is here, or that a row may continue."""
+        return self.segments[0].first if self.segments else self.top + 1
+
+    def pack_stored(self, first_id: int, count: int, *, may_lack: bool = False) -> bytes:
+        """Return a run of rows as they are stored, in the form of `pack`; removed rows are None.
+
+        `may_lack`: whether any row may be missing.
+
+        Raises:
+            CorruptionError: Rows are missing or damaged.
+        """
+        ids = np.arange(first_id, first_id + count)
+        columns = self.gather_stored(ids, range(len(self.fields)), may_lack=may_lack)
+        message = pa.record_batch(columns, schema=self.schema).serialize().to_pybytes()
+        return len(message).to_bytes(_LENGTH_BYTES, "little") + bytes(message)
+
+    def unpack(self, data: bytes, *, stored: bool = False) -> list[pa.Array]:
         """Return the rows of several results of `pack`, joined: an array per field.
+
+        Args:
+            data: The bytes.
+            stored: Whether they are results of `pack_stored`.
 
         Raises:
             CorruptionError: The bytes are damaged.
         """
-        batches, at = [], 0
+        schema, batches, at = self.schema if stored else self._whole_schema, [], 0
         try:
             while at < len(data):
                 size = int.from_bytes(data[at : at + _LENGTH_BYTES], "little")
                 at += _LENGTH_BYTES
-                batch = pa.ipc.read_record_batch(pa.py_buffer(data[at : at + size]), self._whole_schema)
+                batch = pa.ipc.read_record_batch(pa.py_buffer(data[at : at + size]), schema)
                 batch.validate()
                 batches.append(batch)
                 at += size

@@ -232,6 +232,8 @@ class SegmentWriter(Segments, WrittenPart, Appender):
 
     def write(self, run: Run) -> list[int]:
         """Append rows; return the checksums of their batches."""
+        if run.is_stored:
+            return self._append_all(run.first_id, run.variable)
         if not self.parents:
             return self.append(run.first_id, run.variable)
         with self.changing:  # no row may be dropped between the choice and the write of pieces
@@ -275,14 +277,23 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         done = max(0, self.top + 1 - first_id)
         if done:
             columns = [column.slice(done) for column in columns]
+        return self._append_all(first_id + done, columns, lambda *rows: self._split(*rows, run))
+
+    def _append_all(
+        self,
+        first_id: int,
+        columns: Sequence[pa.Array],
+        split: Callable[[int, int, pa.Array], pa.Array] | None = None,
+    ) -> list[int]:
+        """Write a run of rows in pieces; `split` returns rows of a continued field as they are stored."""
         checksums = []
         at, count = 0, len(columns[0])
         rows = self._rows_of_batch(columns, tuning.ARROW_WRITE_BYTES)
         while at < count:
             some = [column.slice(at, min(rows, count - at)) for column in columns]
-            for number in self.parents:
-                some[number] = self._split(number, first_id + done + at, some[number], run)
-            checksums += self._append(first_id + done + at, some)
+            for number in self.parents if split is not None else ():
+                some[number] = split(number, first_id + at, some[number])
+            checksums += self._append(first_id + at, some)
             at += rows
         return checksums
 

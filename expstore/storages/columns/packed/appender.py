@@ -85,6 +85,10 @@ class PackedAppender(Appender):
 
     def write(self, run: Run) -> list[int]:
         """Append rows; chunks have checksums of their own."""
+        if run.is_stored:
+            for place, column in self._columns:
+                column.append_stored(run.values[place])
+            return []
         for _, offset, n in run.pieces:
             part, distances = slice(offset, offset + n), dict[int, IntArray]()
             for place, finder in self._finders.items():

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 import google_crc32c
 import numpy as np
@@ -118,6 +118,22 @@ class Filling:
         offsets[number], sizes[number] = start, len(chunk) - head
         self.chunks = Chunks(offsets, sizes, start - head + len(chunk))
         return start
+
+
+class PackedPiece(NamedTuple):
+    """Consecutive rows of a packed column, as they are stored.
+
+    Args:
+        first: Id of the first row.
+        rows: The number of rows.
+        is_chunk: Whether `data` is a full chunk; otherwise it has the bytes of the rows.
+        data: The bytes.
+    """
+
+    first: int
+    rows: int
+    is_chunk: bool
+    data: bytes
 
 
 class PackedRows(Column, AppendedPart):
@@ -334,6 +350,26 @@ class PackedRows(Column, AppendedPart):
             where=locations.where.copy(), sizes=locations.sizes.copy(), rows=locations.rows.copy()
         )
         return now
+
+    def pieces(self, first_id: int, count: int) -> Iterator[PackedPiece]:
+        """Yield a run of rows as they are stored: full chunks as their bytes, and the rows around them."""
+        each = self.packing.rows
+        for slot, lap, n in self._pieces(first_id, count):
+            at = slot
+            while at < slot + n:
+                some, first = min(each - at % each, slot + n - at), first_id
+                chunk = self._copy_chunk(at // each, lap) if some == each else None
+                data = self.part(at, some).tobytes() if chunk is None else chunk
+                yield PackedPiece(first, some, chunk is not None, data)
+                at, first_id = at + some, first_id + some
+
+    def _copy_chunk(self, name: int, lap: int) -> bytes | None:
+        """Return the bytes of a chunk, from its table to its checksum; None if it is not packed."""
+        locations, table = self._locations, self.packing.table_bytes
+        if name >= locations.where.size or locations.where[name] <= 0 or locations.laps[name] != lap:
+            return None
+        start, size = int(locations.where[name]) - table, table + int(locations.sizes[name]) + 4
+        return ctypes.string_at(start, size)
 
     def find_packed_chunks(self) -> tuple[IntArray, IntArray, int]:
         """Return the packed chunks in the files, their laps of the ring, and the bytes that they take."""

@@ -23,7 +23,7 @@ from expstore.errors import StateError
 from expstore.kernels.loader import compiling
 from expstore.schema.schema import Field
 from expstore.storages.columns.column import Deleted, WrittenPart
-from expstore.storages.columns.packed.column import Filling, PackedRows, Source
+from expstore.storages.columns.packed.column import Filling, PackedPiece, PackedRows, Source
 from expstore.storages.columns.packed.parts import Frame
 from expstore.storages.format.chunk_encoding import Packing
 from expstore.storages.format.chunk_file import (
@@ -114,6 +114,21 @@ class PackedColumn(PackedRows, WrittenPart):
                 self._add_rows(inside, part)
             done += some
             self._next += some
+            if self._next == self.slots:
+                self._lap, self._next = self._lap + 1, 0
+
+    def append_stored(self, pieces: Sequence[PackedPiece]) -> None:
+        """Write rows as another column of this kind has them stored; those that they refer to come before."""
+        for piece in pieces:
+            if not piece.is_chunk:
+                rows: Array = np.frombuffer(piece.data, self.entry.numpy_dtype)
+                self.append(piece.first, rows.reshape(piece.rows, *self.entry.shape))
+                continue
+            lap, slot = self.place_behind(piece.first - 1)
+            if (lap, slot) != (self._lap, self._next):
+                self._move_to(lap, slot)
+            self._add_chunk(self._locations.rows, piece.data)
+            self._next += piece.rows
             if self._next == self.slots:
                 self._lap, self._next = self._lap + 1, 0
 
