@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -16,6 +17,7 @@ from prometheus_client.exposition import choose_encoder
 from expstore.api.stores import Served
 from expstore.disk.files import Disk
 from expstore.errors import ExpStoreError
+from expstore.storages.capabilities import Shipping
 
 #: Upper bounds of the histogram, in seconds.
 _BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -24,6 +26,15 @@ _AMOUNTS = {
     "bytes_out": "Bytes of response bodies.",
     "rows_in": "Rows that were written.",
     "rows_out": "Rows that were sent.",
+}
+
+#: Figures of stores that are shipped, since they were opened.
+_SHIPPED = {
+    "rows_behind": "Rows that are not shipped.",
+    "seconds_behind": "Seconds since all that was there was shipped.",
+    "bytes": "Bytes that were shipped.",
+    "requests": "Requests to the object storage.",
+    "failures": "Uploads that failed.",
 }
 
 
@@ -102,24 +113,12 @@ class Metrics:
             "last_write_timestamp_seconds": (
                 "When the newest readable row was written, since 1970.", lambda store: store.last_write()
             ),
-            "ship_rows_behind": ("Rows that are not shipped.", lambda store: _read_shipped(store, "rows_behind")),
-            "ship_seconds_behind": (
-                "Seconds since all that was there was shipped.",
-                lambda store: _read_shipped(store, "seconds_behind"),
-            ),
-            "ship_bytes": (
-                "Bytes that were shipped since the opening.", lambda store: _read_shipped(store, "bytes")
-            ),
-            "ship_requests": (
-                "Requests to the object storage since the opening.",
-                lambda store: _read_shipped(store, "requests"),
-            ),
-            "ship_failures": (
-                "Uploads that failed since the opening.", lambda store: _read_shipped(store, "failures")
-            ),
         }  # fmt: skip
         for name, (meaning, read) in readers.items():
             yield _read_stores(f"expstore_store_{name}", meaning, stores, read)
+        shipped = [store for store in stores if _shipping_of(store) is not None]
+        for name, meaning in _SHIPPED.items() if shipped else ():
+            yield _read_stores(f"expstore_store_ship_{name}", meaning, shipped, partial(_read_shipped, name))
         disk = Disk()
         for name, meaning, measure in (
             ("free", "Free bytes of the disk with the stores.", disk.free),
@@ -130,10 +129,14 @@ class Metrics:
         yield GaugeMetricFamily("process_threads", "Threads of the process.", disk.count_threads())
 
 
-def _read_shipped(store: Served, name: str) -> float | None:
-    """Return a figure of `rb.stats()["shipped"]`; None if the store is not shipped."""
+def _shipping_of(store: Served) -> Shipping | None:
     storage = store.rb.storage
-    shipping = storage.writer().shipping if storage.can_write else None
+    return storage.writer().shipping if storage.can_write else None
+
+
+def _read_shipped(name: str, store: Served) -> float | None:
+    """Return a figure of `rb.stats()["shipped"]`; None if the store is not shipped."""
+    shipping = _shipping_of(store)
     return None if shipping is None else float(shipping.stats()[name])
 
 

@@ -142,7 +142,9 @@ class Settings:
         if self.ship is not None:
             Ship(self.ship)
             if self.read_only:
-                raise StateError("a server that only reads stores ships none", kind="ship", hint="leave ship out")
+                raise StateError(
+                    "a server that only reads stores ships none", kind="ship", hint="leave ship out"
+                )
         if self.error_buffer is not None and self.samples_per_insert is None:
             raise ValueError("error_buffer requires samples_per_insert, from which it permits a deviation")
         if not self.session_timeout > 0:

@@ -154,11 +154,11 @@ def open(
             `trajectory`, retention, versions and exports see all rows; the relation `recent` has the rows of
             the window. The number is stored; another one replaces it, a larger one brings rows back with
             their priorities, and 0 removes the window. Not allowed with mode "r", which uses the stored one.
-        ship: Where the store is shipped to while it is open: a URL such as `s3://bucket/run`, or a `Ship` with
-            more settings. If the folder is empty or missing, the newest state that was shipped there is
+        ship: Where the store is shipped to while it is open: a URL such as `s3://bucket/run`, or a `Ship`
+            with more settings. If the folder is empty or missing, the newest state that was shipped there is
             restored first, and the store continues. Whoever opens the store last with this address is its
-            only writer: an earlier one gets LockedError. Not with modes "r" and "w"; mode "x" restores nothing.
-            None: it is not shipped.
+            only writer: an earlier one gets LockedError. Not with modes "r" and "w"; mode "x" restores
+            nothing. None: it is not shipped.
 
     Returns:
         A buffer that is open for writing, or for reading with mode "r". Close it, or use it in a `with`

@@ -124,7 +124,8 @@ _EXAMPLE: dict[str, Any] = {
     "episodes": {"count": 1, "open": 1, "terminated": 0, "truncated": 0, "cut": 0},
     "rates": {"rows_in": 0.2, "rows_out": 0.0, "seconds": 10.0},
     "ages": None, "priorities": None, "times_sampled": None, "limiter": None, "durability": "process",
-    "unsynced_rows": 2, "last_sync_age": 0.5, "last_sync_seconds": 0.01, "shipped": None, "read_only": False, "versions": [],
+    "unsynced_rows": 2, "last_sync_age": 0.5, "last_sync_seconds": 0.01, "shipped": None,
+    "read_only": False, "versions": [],
     "sessions": [{"session": "actor-7", "sources": 1, "started": 1.7e9, "ended": None,
                   "provenance": {"environment": "CartPole-v1", "seed": 0}}],
 }  # fmt: skip
@@ -160,8 +161,8 @@ class Summary(BaseModel):
     last_sync_age: float | None = Field(description="Seconds since the last sync.")
     last_sync_seconds: float | None = Field(description="Duration of the last sync in seconds.")
     shipped: Any = Field(
-        description="Of a store that is shipped to an object storage: `url`, `rows_behind`, `seconds_behind`, "
-        "`bytes`, `requests`, `failures` and `last_error`, as `stats` has them; null: it is not shipped."
+        description="Of a store that is shipped: `url`, `rows_behind`, `seconds_behind`, `bytes`, "
+        "`requests`, `failures`, `last_error`, as `stats` has them; null: it is not shipped."
     )
     read_only: bool = Field(description="Whether this server opened the store for reading only.")
     versions: list[VersionFacts] = Field(description="Snapshots in the store's folder, the oldest first.")

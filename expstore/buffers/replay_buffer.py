@@ -1057,7 +1057,7 @@ class ReplayBuffer:
             if shipping is None:
                 raise StateError(
                     "this buffer does not ship its store",
-                    hint="call flush(shipped=True) of the buffer that expstore.open(path, ship=...) has returned",
+                    hint="call it of the buffer that expstore.open(path, ship=...) has returned",
                 )
             shipping.wait(timeout)
 

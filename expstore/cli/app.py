@@ -17,7 +17,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from expstore import __version__
-from expstore.cli import checks, consumers, export, object_storage, reshape, retain, selections, serve, snapshots
+from expstore.cli import (
+    checks,
+    consumers,
+    export,
+    object_storage,
+    reshape,
+    retain,
+    selections,
+    serve,
+    snapshots,
+)
 from expstore.cli.cluster import cluster
 from expstore.cli.columns import add_column, drop_column
 from expstore.cli.completion import complete_store

@@ -39,9 +39,9 @@ PRUNE_NOTES = (
 )
 
 SHIP_NOTES = (
-    "Also makes the store of what was shipped before, if its folder is empty or missing. A store that another "
-    "process writes to cannot be shipped from here, because only its writer knows what has changed: open it "
-    f'there with expstore.open(path, ship="s3://..."), or use expstore serve --ship. {_ENVIRONMENT}'
+    "Also makes the store of what was shipped before, if its folder is empty or missing. A store that "
+    "another process writes to cannot be shipped from here, because only its writer knows what has changed: "
+    f'open it there with expstore.open(path, ship="s3://..."), or use expstore serve --ship. {_ENVIRONMENT}'
 )
 
 Url = Annotated[
@@ -178,12 +178,15 @@ def ship(
     shipper, disk = Shipper(Ship(url)), Disk()
     shipper.restore_missing(store)
     if not disk.exists(store / MANIFEST):
-        raise NotFoundError(f"{store} has no store, and nothing was shipped to {url}", hint="correct the path")
+        raise NotFoundError(
+            f"{store} has no store, and nothing was shipped to {url}", hint="correct the path"
+        )
     try:
         storage = open_storage(store)
     except LockedError as exc:
         raise exc.with_hint(
-            "only the process that has it open can ship it: expstore.open(path, ship=...), or expstore serve --ship"
+            "only the process that has it open can ship it: expstore.open(path, ship=...), or "
+            "expstore serve --ship"
         ) from exc
     with closing(storage):
         shipper.start(storage)

@@ -131,7 +131,7 @@ class Bucket:
             raise self._build_unfit_error("If-Match")
 
     def check_creates(self) -> None:
-        """Raise StateError unless the server refuses to create an object that exists. Takes a request or two."""
+        """Raise StateError unless the server refuses to create an object that exists: a request or two."""
         if self.create(PROBE, b"expstore") and self.create(PROBE, b"expstore"):
             raise self._build_unfit_error("If-None-Match")
 

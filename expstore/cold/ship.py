@@ -1,9 +1,8 @@
 """Ship a running store to an object storage, and restore it on an empty disk.
 
-Used by `expstore.open(path, ship=...)` and by the command line. `expstore.storages.engine.increment` says what
-has changed in a store, `expstore.storages.snapshots.rebuild` builds a store from it, and
-`expstore.cold.ship_log` has the protocol. This module
-has the thread that ships, and what an opening decides.
+Used by `expstore.open(path, ship=...)` and by the command line. `expstore.storages.engine.increment` says
+what has changed in a store, `expstore.storages.snapshots.rebuild` builds a store from it, and
+`expstore.cold.ship_log` has the protocol. This module has the thread that ships, and what an opening decides.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from expstore.storages.format.paths import LOCK
 from expstore.storages.snapshots.rebuild import build, parts_of
 
 if TYPE_CHECKING:
-    from expstore.cold.bucket import Bucket
     from expstore.storages.engine.store import Store
 
 _log = logging.getLogger("expstore")
@@ -389,8 +387,8 @@ class Shipper:
             thread.join(_REQUEST_SECONDS)
         if self._problem and self._fence is None:
             _log.warning(
-                "the store was closed before all of it was shipped to %s (%d rows are missing there): %s; open it "
-                "again with the same ship= to ship the rest",
+                "the store was closed before all of it was shipped to %s (%d rows are missing there): %s; "
+                "open it again with the same ship= to ship the rest",
                 self._bucket.name, self.stats()["rows_behind"], self._problem,
             )  # fmt: skip
 
@@ -405,5 +403,3 @@ class _ProgressLine:
         if time.monotonic() - self._said_at > _LINE_SECONDS:
             self._said_at = time.monotonic()
             _log.info("%s: %s of %s from %s", self._path, size_text(done), size_text(total), self._source)
-
-

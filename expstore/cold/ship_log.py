@@ -3,26 +3,26 @@
 Used by `expstore.cold.ship`. It needs one condition of the server, to create an object unless it exists. No
 clock decides anything. The objects at an address:
 
-- `epoch/N` claims the address for one writer, N = 1, 2, 3, ... The highest epoch's writer is the only one that
-  may ship; the former ones are fenced.
-- `manifest/N-K` has the state of a store that the writer of epoch N has shipped, and names the parts that it
-  consists of. The newest one is that of the highest N, then of the highest K.
+- `epoch/N` claims the address for one writer, N = 1, 2, 3, ... The highest epoch's writer is the only one
+  that may ship; the former ones are fenced.
+- `manifest/N-K` has the state of a store that the writer of epoch N has shipped, and names the parts that
+  it consists of. The newest one is that of the highest N, then of the highest K.
 - `shipped/N/...` are the parts. Every name is used once.
 
 The rules:
 
-1. A writer claims an epoch: it creates `epoch/N`, one above the highest. Then it reads the newest manifest of
-   all lower epochs, and creates a copy of it, `manifest/N-0`. From here on nothing that a former writer uploads
-   is the newest manifest.
-2. A writer ships: it uploads parts, then creates `manifest/N-K`, then lists the epochs. If N is the highest, the
-   state is *confirmed*: whoever claims an epoch later lists the manifests later, too, and finds it. Otherwise
-   the writer is fenced, and does not report the state as shipped.
-3. A part is deleted only right after a state was confirmed that does not need it, by the writer of that state,
-   and only if the part was uploaded before the state. Whoever claims an epoch later starts from this state or a
-   newer one, and no part comes back into a state. So a deletion may be delayed for any time.
-4. If the answer to a request is lost, the request is repeated; an object that exists is the writer's own if it
-   has the same bytes, which contain a random number. If it stays unknown whether `manifest/N-K` was created,
-   the writer goes on with K + 1.
+1. A writer claims an epoch: it creates `epoch/N`, one above the highest. Then it reads the newest manifest
+   of all lower epochs, and creates a copy of it, `manifest/N-0`. From here on nothing that a former writer
+   uploads is the newest manifest.
+2. A writer ships: it uploads parts, then creates `manifest/N-K`, then lists the epochs. If N is the
+   highest, the state is *confirmed*: whoever claims an epoch later lists the manifests later, too, and
+   finds it. Otherwise the writer is fenced, and does not report the state as shipped.
+3. A part is deleted only right after a state was confirmed that does not need it, by the writer of that
+   state, and only if the part was uploaded before the state. Whoever claims an epoch later starts from this
+   state or a newer one, and no part comes back into a state. So a deletion may be delayed for any time.
+4. If the answer to a request is lost, the request is repeated; an object that exists is the writer's own if
+   it has the same bytes, which contain a random number. If it stays unknown whether `manifest/N-K` was
+   created, the writer goes on with K + 1.
 """
 
 from __future__ import annotations

@@ -114,7 +114,8 @@ class Origins:
             return cls(str(content["url"]), tuple(map(str, content["nonces"])))
         except INVALID as exc:
             raise CorruptionError(
-                f"{path / SHIPPED} is damaged: {exc!r}", hint="remove it, and ship the store to another address"
+                f"{path / SHIPPED} is damaged: {exc!r}",
+                hint="remove it, and ship the store to another address",
             ) from exc
 
     def save(self, disk: Disk, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A node is lost again and again: its process is killed and its disk is gone; an empty disk continues the store.
+"""A node is lost again and again, with its process and its disk; an empty disk continues the store.
 
 The process appends rows and draws batches of a consumer, and says what it has done. It is killed at a random
 moment. The next one restores, must have a state that existed, and continues from there.
@@ -133,7 +133,7 @@ def _check_restored(
             rb.close()
             shutil.rmtree(path)
             return []
-        rows = rb.sql('SELECT number, life, frame FROM transitions ORDER BY _id').arrow()
+        rows = rb.sql("SELECT number, life, frame FROM transitions ORDER BY _id").arrow()
         numbers = rows["number"].to_pylist()
         assert numbers == list(range(count - stored.rows, count))
         assert rows["life"].to_pylist() == [lives[number] for number in numbers]

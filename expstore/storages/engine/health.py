@@ -42,8 +42,8 @@ class Health:
         self.noting = _Noting(self)
         #: The error of the failed fsync; None: no fsync has failed.
         self.failure: StorageError | None = None
-        #: Why nothing is written any more although the disk is sound: another machine has taken over the address
-        #: to which the store is shipped. None: none has.
+        #: Why nothing is written any more although the disk is sound: another machine has taken over the
+        #: address to which the store is shipped. None: none has.
         self.fence: LockedError | None = None
         #: Whether the journal may contain records that memory does not know.
         self.needs_recovery = False

@@ -1,4 +1,4 @@
-"""Shipping to a server with S3's interface: storms, lost and late answers, wrong clocks, missing conditions."""
+"""Shipping to a server with S3's interface: storms, lost and late answers, wrong clocks, no conditions."""
 
 from __future__ import annotations
 
@@ -107,7 +107,8 @@ def test_a_partition_fences_the_writer_that_comes_back(tmp_path: Path, server: S
 
 
 @pytest.mark.guarantee(
-    "ship/conditions", "Shipping refuses an object storage that ignores conditional creates, before it writes."
+    "ship/conditions",
+    "Shipping refuses an object storage that ignores conditional creates, before it writes.",
 )
 def test_a_server_without_conditions_is_refused(tmp_path: Path, server: S3Server, url: str) -> None:
     server.unconditional = True
@@ -125,7 +126,11 @@ def test_a_server_without_conditions_is_refused(tmp_path: Path, server: S3Server
 
 
 def test_closing_takes_a_bounded_time_without_a_server(
-    tmp_path: Path, server: S3Server, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    server: S3Server,
+    url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr("expstore.cold.ship._CLOSE_SECONDS", 0.2)
     monkeypatch.setattr("expstore.cold.ship._REQUEST_SECONDS", 0.2)
