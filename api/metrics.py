@@ -31,7 +31,7 @@ _AMOUNTS = {
 #: Figures of stores that are shipped, since they were opened.
 _SHIPPED = {
     "rows_behind": "Rows that are not shipped.",
-    "seconds_behind": "Seconds since all that was there was shipped.",
+    "seconds_behind": "Seconds since the last upload, or since nothing was to upload.",
     "bytes": "Bytes that were shipped.",
     "requests": "Requests to the object storage.",
     "failures": "Uploads that failed.",
@@ -131,7 +131,7 @@ class Metrics:
 
 def _shipping_of(store: Served) -> Shipping | None:
     storage = store.rb.storage
-    return storage.writer().shipping if storage.can_write else None
+    return storage.writer().holders.shipping if storage.can_write else None
 
 
 def _read_shipped(name: str, store: Served) -> float | None:

@@ -4,9 +4,9 @@ Run it with `python examples/preempted.py`, stop it by kill -9, and run it again
 optimizer and the position of its consumer every 50 steps. After a kill it goes back to its checkpoint, and
 the batches since then come again, although more rows were collected meanwhile.
 
-With `--ship s3://bucket/run --checkpoint /shared/learner.pt` it also survives the loss of the machine: another
-one continues with the same command. The store is shipped before each checkpoint, so that it has all that the
-checkpoint has seen.
+With `--ship s3://bucket/run --checkpoint /shared/learner.pt` it also survives the loss of the machine: the
+same command continues on another one. The store is shipped before each checkpoint, so that it has all that
+the checkpoint has seen.
 """
 
 from __future__ import annotations

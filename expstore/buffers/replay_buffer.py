@@ -1053,7 +1053,7 @@ class ReplayBuffer:
             if not consumer.closed:
                 consumer.flush()
         if shipped:
-            shipping = None if proxy is not None else self._store.storage.writer().shipping
+            shipping = None if proxy is not None else self._store.storage.writer().holders.shipping
             if shipping is None:
                 raise StateError(
                     "this buffer does not ship its store",

@@ -170,7 +170,7 @@ class Shipper:
             self._check_fits(storage, newest)
             self._rows, self._last_id = newest.state["rows"], newest.state["last"]
         self._storage = weakref.ref(storage)
-        storage.shipping = self
+        storage.holders.shipping = self
         self._thread = threading.Thread(target=self._run, name="expstore-ship", daemon=True)
         self._thread.start()
 
@@ -246,8 +246,8 @@ class Shipper:
                 pause = longest * random.uniform(0.5, 1.0)
 
     def _work(self, begun: float) -> bool:
-        """Ship what has changed; return whether all that was there at the beginning is shipped."""
-        storage = self._storage and self._storage()
+        """Ship what has changed; return whether all earlier writes are shipped now."""
+        storage = None if self._storage is None else self._storage()
         if storage is None:  # it is being garbage-collected
             self._is_over = True
             return False
@@ -263,7 +263,7 @@ class Shipper:
             return False
         except _Stopped:
             return False
-        except Exception as exc:  # whatever it is, the program goes on
+        except Exception as exc:  # the program continues, whatever the error is
             self._note_failure(exc)
             return False
         self._failed_in_row, self._problem, self._at = 0, "", begun
@@ -326,7 +326,7 @@ class Shipper:
 
     def stats(self) -> dict[str, Any]:
         """Return `rb.stats()["shipped"]`."""
-        storage = self._storage and self._storage()
+        storage = None if self._storage is None else self._storage()
         return {
             "url": self._bucket.name,
             "epoch": self._log.epoch,

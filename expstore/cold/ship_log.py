@@ -15,14 +15,14 @@ The rules:
    of all lower epochs, and creates a copy of it, `manifest/N-0`. From here on nothing that a former writer
    uploads is the newest manifest.
 2. A writer ships: it uploads parts, then creates `manifest/N-K`, then lists the epochs. If N is the
-   highest, the state is *confirmed*: whoever claims an epoch later lists the manifests later, too, and
+   highest, the state is *confirmed*: a program that claims an epoch later lists the manifests later, too, and
    finds it. Otherwise the writer is fenced, and does not report the state as shipped.
 3. A part is deleted only right after a state was confirmed that does not need it, by the writer of that
    state, and only if the part was uploaded before the state. Whoever claims an epoch later starts from this
    state or a newer one, and no part comes back into a state. So a deletion may be delayed for any time.
 4. If the answer to a request is lost, the request is repeated; an object that exists is the writer's own if
    it has the same bytes, which contain a random number. If it stays unknown whether `manifest/N-K` was
-   created, the writer goes on with K + 1.
+   created, the writer continues with K + 1.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class ShipLog:
     # -- claiming --------------------------------------------------------------------------------
 
     def find(self) -> tuple[int, ShippedState | None]:
-        """Return the highest epoch, 0 if there is none, and the newest manifest, None if there is none.
+        """Return the highest epoch, or 0, and the newest manifest, or None.
 
         Raises:
             RemoteError: The server does not answer, or refuses a request.

@@ -93,7 +93,7 @@ class Origins:
     """Which shipped states a folder's store contains: the file SHIPPED. Without it, none.
 
     Args:
-        url: Where they were shipped to last; "" if there are none.
+        url: Where they were shipped to last; "" if the store was never shipped.
         nonces: The nonces of the claims under which they were captured, the oldest first.
     """
 

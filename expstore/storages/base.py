@@ -36,7 +36,7 @@ from expstore.schema.row_fields import ROW_BYTES, priority_place
 from expstore.schema.row_selection import pick
 from expstore.schema.schema import Schema, build_annotated_error
 from expstore.storages.batch import Rows, now_us
-from expstore.storages.capabilities import FieldChanges, Retention, RowAppending, Shipping
+from expstore.storages.capabilities import FieldChanges, Retention, RowAppending
 from expstore.storages.columns.priorities import check_priorities
 from expstore.storages.columns.sample_counts import Sampled
 from expstore.storages.description import Description
@@ -113,8 +113,6 @@ class Storage(ReadView):
         #: Makes writers wait while rows are copied for a snapshot.
         self.snapshot_pin = SnapshotPin(self.locks.order, self.counters)
         self._counting = False  # whether rows are counted from the first row on
-        #: Ships the rows to an object storage; None: they are not shipped.
-        self.shipping: Shipping | None = None
 
     # -- appending ---------------------------------------------------------------------------------
 

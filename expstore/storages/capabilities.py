@@ -1,7 +1,7 @@
 """Capabilities that not every storage has: interfaces of objects, or None for a storage without them.
 
-`Storage.fields`, `Storage.retention`, `Storage.row_appender` and `Storage.shipping` return them. This module
-has no implementation.
+`Storage.fields`, `Storage.retention` and `Storage.row_appender` return them; `Holders` has a `Shipping`. This
+module has no implementation.
 """
 
 from __future__ import annotations

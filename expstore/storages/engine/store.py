@@ -836,8 +836,8 @@ class Store(Storage):
         """Sync, record a clean close, and release the lock; a second call does nothing."""
         if self._closed:
             return
-        if self.shipping is not None:
-            self.shipping.close()
+        if self.holders.shipping is not None:
+            self.holders.shipping.close()
         closed = 0
         with self.lock:
             self.background.stop()
@@ -893,8 +893,8 @@ class Store(Storage):
     def _depart(self) -> None:
         """Flush what can be flushed before the process dies of a signal; other threads still run."""
         self.sync()
-        if self.shipping is not None:
-            self.shipping.wait(tuning.SIGTERM_SECONDS)
+        if self.holders.shipping is not None:
+            self.holders.shipping.wait(tuning.SIGTERM_SECONDS)
 
     def __del__(self) -> None:
         opened = "background" in vars(self) and self.background.running
@@ -925,7 +925,7 @@ class Store(Storage):
             "free_bytes": self.disk.free(self.path),
             "poisoned": None if self.health.failure is None else str(self.health.failure),
             "recovered": counters.recovered,
-            "shipped": None if self.shipping is None else self.shipping.stats(),
+            "shipped": None if self.holders.shipping is None else self.holders.shipping.stats(),
             "packed": {} if columns is None else columns.compression_ratios(),
         }
 

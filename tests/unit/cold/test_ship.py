@@ -52,7 +52,7 @@ def _numbers(rb: Buffer) -> list[int]:
 
 def _ship_once(rb: Buffer) -> bool:
     """Do in this thread what the thread that ships does every few seconds; return whether it succeeded."""
-    shipper: Any = rb.storage.writer().shipping
+    shipper: Any = rb.storage.writer().holders.shipping
     return shipper._work(time.monotonic())
 
 
@@ -165,7 +165,7 @@ def test_a_folder_continues_only_its_own_line(
 
 @pytest.mark.guarantee(
     "ship/outage",
-    "While an object storage does not answer, a program that ships to it goes on, and nothing piles up.",
+    "While an object storage does not answer, a program that ships to it continues, and nothing piles up.",
 )
 def test_an_outage_stops_nothing_and_fills_nothing(
     open_store: Callable[..., Buffer], storage: WatchedStorage, monkeypatch: pytest.MonkeyPatch

@@ -92,7 +92,7 @@ def test_a_partition_fences_the_writer_that_comes_back(tmp_path: Path, server: S
     first.extend(episode_rows(10, start=20, length=10))
     with pytest.raises(RemoteError, match="not shipped"):
         first.flush(shipped=True, timeout=3)
-    first.extend(episode_rows(10, start=30, length=10))  # training goes on
+    first.extend(episode_rows(10, start=30, length=10))  # training continues
     server.before = lambda request: None
     second = _open(tmp_path / "second.exp", url)
     second.extend(episode_rows(10, start=100, length=10))
