@@ -6,6 +6,7 @@ Used by storages whose changes are captured from time to time. It contains no va
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -13,6 +14,8 @@ from expstore.core.values import IntArray
 
 #: Slots that are remembered before equal ones are joined.
 _JOIN = 1 << 16
+#: Up to so many flags for each slot that was noted, flags are used instead of sorting.
+_FLAGS = 64
 _NONE = np.zeros(0, np.int64)
 
 
@@ -53,7 +56,7 @@ class Touched:
 
     def _join(self) -> None:
         """Forget how often slots were noted; and, of many moments, when: the newest one gets all slots."""
-        noted = {moment: [np.unique(np.concatenate(parts))] for moment, parts in self._noted.items() if parts}
+        noted = {moment: [_unite(parts)] for moment, parts in self._noted.items() if parts}
         found = self.since(-1)
         if sum(parts[0].size for parts in noted.values()) > 2 * found.size:
             noted = {self.moment: [found]}
@@ -70,9 +73,19 @@ class Touched:
     def since(self, moment: int) -> IntArray:
         """Return the slots that were changed since a moment, ascending, each once. Shape `(n,)`."""
         parts = [slots for known, noted in self._noted.items() if known >= moment for slots in noted]
-        return np.unique(np.concatenate(parts)) if parts else _NONE
+        return _unite(parts) if parts else _NONE
 
     def forget(self, moment: int) -> None:
         """Forget what was changed before a moment: nobody asks for it any more."""
         self._noted = {known: parts for known, parts in self._noted.items() if known >= moment}
         self._count = sum(slots.size for parts in self._noted.values() for slots in parts)
+
+
+def _unite(parts: Sequence[IntArray]) -> IntArray:
+    """Return the numbers in some arrays, ascending, each once."""
+    slots = np.concatenate(parts)
+    if not slots.size or (most := int(slots.max())) > _FLAGS * slots.size:
+        return np.unique(slots)
+    flags = np.zeros(most + 1, bool)  # faster than sorting
+    flags[slots] = True
+    return np.flatnonzero(flags)

@@ -250,17 +250,58 @@ def check(life: Life, bucket: Bucket, folder: Path) -> None:
         shutil.rmtree(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1))
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_built_is_the_store_at_that_moment(tmp_path: Path, kind: str, seed: int) -> None:
     life, bucket = Life(tmp_path, kind, seed), Bucket(2000)
     with contextlib.closing(life):
-        for number in range(12):
-            for _ in range(life.random.randrange(1, 6)):
-                life.act()
-            if life.random.random() < 0.2:
+        for number in range(8):
+            acts = [life.act, life.act, life.act, life.change, life.weigh, life.draw]
+            for act in acts if life.rb.storage.last else acts[:3]:
+                act()
+            if number == 4:
                 life.kill()
-            bucket.ship(life.rb, lose=number % 3 == 1)
-            if number % 3 == 2:
+            bucket.ship(life.rb, lose=number in (2, 5))
+            if number in (3, 7):
                 assert bucket.ship(life.rb) is None
                 check(life, bucket, tmp_path)
+
+
+@pytest.mark.slow
+def test_captures_of_another_thread_are_states_that_existed(tmp_path: Path) -> None:
+    """A change gives all rows one value: a state in between would have two."""
+    states: list[tuple[dict[str, Any], dict[str, bytes]]] = []
+    done = threading.Event()
+    with expstore.open(tmp_path / "run.exp", capacity=200, layout="flat") as rb:
+        rb.extend({"number": np.arange(30), "x": np.zeros(30)})
+
+        def ship() -> None:
+            bucket = Bucket(3000)
+            while not done.is_set() or len(states) < 3:
+                if bucket.ship(rb) is not None and bucket.state is not None:
+                    states.append((bucket.state, dict(bucket.parts)))
+
+        shipper = threading.Thread(target=ship)
+        shipper.start()
+        try:
+            for number in range(1, 150):
+                first = int(rb.storage.last)
+                rb.extend({"number": np.arange(first, first + 9), "x": np.full(9, float(number - 1))})
+                ids = rb.storage.window.ids()
+                rb.update_if_present(id=ids, patch={"x": np.full(ids.size, float(number))})
+        finally:
+            done.set()
+            shipper.join()
+    for at in np.linspace(0, len(states) - 1, 4).astype(int).tolist():
+        state, parts = states[at]
+        built = tmp_path / f"{at}.exp"
+        build(built, state, parts.__getitem__, disk=Disk())
+        assert not verify(built)
+        with expstore.open(built) as rb:
+            rows = rb.sql("SELECT _id, number, x FROM transitions ORDER BY _id").fetchall()
+            assert rows[-1][0] == state["last"]
+            assert [id - 1 for id, _, _ in rows] == [number for _, number, _ in rows]
+            values = [x for _, _, x in rows]
+            assert len({*values}) <= 2 and len({*values[:-9]}) == 1  # the newest rows wait for the change
+            shutil.rmtree(built)

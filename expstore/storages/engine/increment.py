@@ -20,7 +20,6 @@ import google_crc32c
 import numpy as np
 
 from expstore.core import tuning
-from expstore.core.change_log import ChangeLog
 from expstore.core.touched import Touched
 from expstore.core.values import Array, IntArray, Window
 from expstore.disk.atomic_build import SCRAP
@@ -28,7 +27,7 @@ from expstore.storages.columns.checksums import BLOCK_ROWS
 from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.columns.packed.capture import PackedCapture
 from expstore.storages.columns.packed.column import PackedRows
-from expstore.storages.columns.priorities import Priorities
+from expstore.storages.columns.priorities import StoredPriorities
 from expstore.storages.columns.sample_counts import Sampled
 from expstore.storages.format.annotation_log import FILE_SHIFT, file_path, find_files
 from expstore.storages.format.draw_log import About, find_consumers, measure_records
@@ -219,7 +218,7 @@ class _Moment:
         self.former = former if former and self._suits(former) else {}
         self.sequence = rows.journal.sequence
         self.token = ""
-        self._tracked: dict[str, ChangeLog | Priorities | Sampled] = {"priority": rows.priorities}
+        self._tracked: dict[str, StoredPriorities | Sampled] = {"priority": rows.priorities}
         if rows.sampled is not None:
             self._tracked["sampled"] = rows.sampled
         self._rows = storage.changes
@@ -279,7 +278,7 @@ class _Moment:
 
     def _begin_tracking(self) -> bool:
         """Track changes from now on; return whether all changes since the former capture were tracked."""
-        token, objects = self.former.get("token"), [self._rows, *self._tracked.values()]
+        token, objects = self.former.get("token"), (self._rows, *self._tracked.values())
         if token is not None and all(one.tracked and one.tracked.token == token for one in objects):
             self.token = token
             return True
@@ -327,11 +326,11 @@ class _Moment:
             return
         touched = {name: self._find(one.tracked) for name, one in self._tracked.items()}
         if self.is_tracked:
-            self.redone = self._find(self._rows.tracked)
+            self.redone = np.sort(self._find(self._rows.tracked))
         pieces = self.geometry.runs(self.first, self.count)
         for name, one in self._tracked.items():
             ids = self._old.ids() if self.renews_values else touched[name]
-            if not self.renews_values and name == "priority":  # values and priorities change together
+            if name == "priority" and self.redone.size:  # rows that were replaced have new priorities
                 ids = np.union1d(ids, self.redone)
             slots = self.geometry.slot_of(ids)
             self.values[name] = ids, one.values_at(slots)
@@ -342,7 +341,7 @@ class _Moment:
         if touched is None or not self.is_tracked:
             return _NONE
         ids = self.geometry.ids_in(touched.since(self.former["moment"]), self.window.last)
-        return np.sort(ids[self._old.holds(ids)])
+        return ids[self._old.holds(ids)]
 
     def _advance(self) -> int:
         """Begin a new moment for all objects that track changes; return it."""

@@ -106,7 +106,7 @@ def unpack_part(name: str, data: bytes) -> list[Section]:
 
 
 def pack_ids(ids: IntArray) -> bytes:
-    """Return ascending ids as bytes that can be compressed well."""
+    """Return ids, runs of them ascending, as bytes that can be compressed well."""
     return np.diff(ids, prepend=0).astype("<i8").tobytes()
 
 

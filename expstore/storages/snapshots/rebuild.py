@@ -223,7 +223,7 @@ class _Build:
         next_id: int,
     ) -> int:
         """Write the rows of a section that count; return the id after them."""
-        first, last = section.about["span"]
+        first, last = map(int, section.about["span"])
         count, at, values = last - first + 1, 0, dict[str, Array]()
         for field, size in section.about["values"].items():
             values[field] = np.frombuffer(section.data, columns[field].entry.numpy_dtype, count, at)

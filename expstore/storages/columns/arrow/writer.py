@@ -277,7 +277,11 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         done = max(0, self.top + 1 - first_id)
         if done:
             columns = [column.slice(done) for column in columns]
-        return self._append_all(first_id + done, columns, lambda *rows: self._split(*rows, run))
+
+        def split(number: int, first: int, column: pa.Array) -> pa.Array:
+            return self._split(number, first, column, run)
+
+        return self._append_all(first_id + done, columns, split)
 
     def _append_all(
         self,
@@ -291,8 +295,9 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         rows = self._rows_of_batch(columns, tuning.ARROW_WRITE_BYTES)
         while at < count:
             some = [column.slice(at, min(rows, count - at)) for column in columns]
-            for number in self.parents if split is not None else ():
-                some[number] = split(number, first_id + at, some[number])
+            if split is not None:
+                for number in self.parents:
+                    some[number] = split(number, first_id + at, some[number])
             checksums += self._append(first_id + at, some)
             at += rows
         return checksums
