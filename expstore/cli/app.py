@@ -594,7 +594,7 @@ add_command(
     object_storage.ship,
     heading=MOVE,
     notes=object_storage.SHIP_NOTES,
-    examples=("expstore ship run.exp s3://bucket/run",),
+    examples=("expstore ship run.exp s3://bucket/run", "expstore ship run.exp s3://bucket/run --json"),
 )
 app.add_typer(datasets, rich_help_panel=MOVE)
 

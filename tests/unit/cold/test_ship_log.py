@@ -199,11 +199,7 @@ def _play(
     return objects
 
 
-@pytest.mark.guarantee(
-    "ship/fencing",
-    "A former writer that still uploads, and requests that are lost, delayed or repeated, change nothing in"
-    " what a restore finds.",
-)
+@pytest.mark.guarantee("ship/fencing")
 @pytest.mark.parametrize("block", [0, 1, pytest.param(2, marks=pytest.mark.torture)])
 def test_what_is_confirmed_is_continued_whatever_happens_to_requests(block: int) -> None:
     shipped = 0
