@@ -1,4 +1,4 @@
-"""Remember which slots were changed since a moment, for as long as somebody asks.
+"""Remember which slots were changed since a moment.
 
 Used by storages whose changes are captured from time to time. It contains no values and uses no files.
 """
@@ -76,7 +76,7 @@ class Touched:
         return _unite(parts) if parts else _NONE
 
     def forget(self, moment: int) -> None:
-        """Forget what was changed before a moment: nobody asks for it any more."""
+        """Forget what was changed before a moment."""
         self._noted = {known: parts for known, parts in self._noted.items() if known >= moment}
         self._count = sum(slots.size for parts in self._noted.values() for slots in parts)
 

@@ -145,7 +145,7 @@ class _Log:
         storage: The store.
         path: Its path in the store.
         length: How many bytes belong to the captured moment; None: those of whole records.
-        about: The consumer whose log it is; None: it is none.
+        about: The consumer whose log it is; None: it is another file.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class _Moment:
 
     Args:
         storage: The store, whose lock is held.
-        former: The former state; None: there is none.
+        former: The former state; None: everything is captured.
     """
 
     def __init__(self, storage: Store, former: dict[str, Any] | None) -> None:
@@ -415,7 +415,7 @@ class _Parts:
         }
 
     def make(self, held: contextlib.ExitStack) -> Generator[tuple[str, bytes]]:
-        """Yield the new parts, and complete the state; `held` lets go of the rows and the files."""
+        """Yield the new parts, and complete the state; `held` releases the rows and the files."""
         with held:
             yield from self._make(self._row_sections(), self._note_rows)
             self._storage.snapshot_pin.move(0)
