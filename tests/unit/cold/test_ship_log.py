@@ -1,6 +1,6 @@
 """The protocol of shipping: several writers whose requests are interleaved, lost, delayed and repeated.
 
-The writers run the real `ShipLog`, and take turns before every request. After every request that changes an
+The writers run the real `ShipLog`, and take schedule before every request. After every request that changes an
 object, the newest manifest must continue everything that was confirmed, and all of its parts must exist.
 """
 
@@ -23,7 +23,7 @@ from expstore.errors import LockedError, RemoteError
 TROUBLES = ("", "", "", "lost", "failed", "delayed", "repeated")
 
 
-class Turns:
+class Schedule:
     """Let one thread at a time run, which a function chooses before every request.
 
     Args:
@@ -76,9 +76,9 @@ class Turns:
 class Objects:
     """A bucket in memory, and the laws."""
 
-    def __init__(self, turns: Turns, troubles: Sequence[str]) -> None:
+    def __init__(self, schedule: Schedule, troubles: Sequence[str]) -> None:
         self.name = "s3://model"
-        self._turns, self._troubles = turns, troubles
+        self._schedule, self._troubles = schedule, troubles
         self.objects: dict[str, bytes] = {}
         self._delayed: list[Callable[[], Any]] = []
         #: The rows of the last state that was confirmed.
@@ -103,11 +103,11 @@ class Objects:
     # -- requests
 
     def _request(self, act: Callable[[], Any]) -> Any:
-        self._turns.take()
-        if self._delayed and self._turns.choose(3) == 0:
-            self._delayed.pop(self._turns.choose(len(self._delayed)))()
+        self._schedule.take()
+        if self._delayed and self._schedule.choose(3) == 0:
+            self._delayed.pop(self._schedule.choose(len(self._delayed)))()
             self.check()
-        trouble = self._troubles[self._turns.choose(len(self._troubles))]
+        trouble = self._troubles[self._schedule.choose(len(self._troubles))]
         if trouble == "delayed":
             self._delayed.append(act)
         elif trouble != "failed":
@@ -193,9 +193,9 @@ class Writer:
 def _play(
     choose: Callable[[int], int], writers: int, lives: int, rounds: int, troubles: Sequence[str]
 ) -> Objects:
-    turns = Turns(choose)
-    objects = Objects(turns, troubles)
-    turns.run([Writer(objects, number, lives, rounds).run for number in range(1, writers + 1)])
+    schedule = Schedule(choose)
+    objects = Objects(schedule, troubles)
+    schedule.run([Writer(objects, number, lives, rounds).run for number in range(1, writers + 1)])
     return objects
 
 
@@ -235,7 +235,7 @@ def test_every_interleaving_of_two_claims_has_one_line_of_states(rounds: int) ->
 
 
 def test_a_claim_whose_answer_was_lost_is_recognized() -> None:
-    objects = Objects(Turns(lambda count: 0), ("",))
+    objects = Objects(Schedule(lambda count: 0), ("",))
     objects._request = lambda act: act()  # type: ignore[method-assign]
     create = objects.create
     objects.create = lambda key, data: create(key, data) and create(key, data)  # type: ignore[method-assign]
