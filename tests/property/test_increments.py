@@ -20,7 +20,7 @@ from expstore.errors import ExpStoreError
 from expstore.maintenance.verify import verify
 from expstore.specs import Continued
 from expstore.storages.engine.increment import Increment, capture
-from expstore.storages.format import increment_parts
+from expstore.storages.snapshots import increment_parts
 from expstore.storages.snapshots.rebuild import build, parts_of
 from expstore.writers.writers import TensorDictMaxValueWriter
 from tests.support.tuned import few_rows_in_memory, set_spare_slots

@@ -31,7 +31,10 @@ from expstore.storages.columns.priorities import StoredPriorities
 from expstore.storages.columns.sample_counts import Sampled
 from expstore.storages.format.annotation_log import FILE_SHIFT, file_path, find_files
 from expstore.storages.format.draw_log import About, find_consumers, measure_records
-from expstore.storages.format.increment_parts import (
+from expstore.storages.format.paths import ANNOTATIONS, LOCK, LOG, RENUMBERED
+from expstore.storages.format.records import Redo
+from expstore.storages.format.row_changes import CHANGES
+from expstore.storages.snapshots.increment_parts import (
     FORMAT,
     PART_BYTES,
     Entry,
@@ -41,9 +44,6 @@ from expstore.storages.format.increment_parts import (
     pack_ids,
     pack_part,
 )
-from expstore.storages.format.paths import ANNOTATIONS, LOCK, LOG, RENUMBERED
-from expstore.storages.format.records import Redo
-from expstore.storages.format.row_changes import CHANGES
 
 if TYPE_CHECKING:
     from expstore.storages.engine.store import Store

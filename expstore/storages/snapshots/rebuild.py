@@ -32,7 +32,12 @@ from expstore.storages.columns.flat import FlatColumn
 from expstore.storages.columns.packed.column import PackedPiece
 from expstore.storages.columns.sample_counts_column import SampledColumn
 from expstore.storages.format.control_page import PAGE
-from expstore.storages.format.increment_parts import (
+from expstore.storages.format.journal import ALIGN, Journal, Kind
+from expstore.storages.format.manifest import MANIFEST, Manifest
+from expstore.storages.format.paths import COLUMNS, JOURNAL, STATE
+from expstore.storages.format.records import Redo
+from expstore.storages.format.write_key_file import KEYS, pack_keys
+from expstore.storages.snapshots.increment_parts import (
     FORMAT,
     Entry,
     Fetch,
@@ -41,11 +46,6 @@ from expstore.storages.format.increment_parts import (
     unpack_part,
     walk,
 )
-from expstore.storages.format.journal import ALIGN, Journal, Kind
-from expstore.storages.format.manifest import MANIFEST, Manifest
-from expstore.storages.format.paths import COLUMNS, JOURNAL, STATE
-from expstore.storages.format.records import Redo
-from expstore.storages.format.write_key_file import KEYS, pack_keys
 from expstore.storages.snapshots.restore import create_columns, finish_columns
 
 #: Parts that are fetched at the same time.
@@ -146,24 +146,24 @@ class _Build:
 
     def _read(self, names: Sequence[str] | Iterator[str]) -> Iterator[tuple[str, list[Section]]]:
         """Yield the sections of parts in order; the next ones are fetched meanwhile."""
-        coming: deque[tuple[str, Future[bytes]]] = deque()
+        pending: deque[tuple[str, Future[bytes]]] = deque()
         ahead = iter(names)
         with ThreadPoolExecutor(FETCHES, "expstore-fetch") as pool:
             try:
                 while True:
                     for name in ahead:
-                        coming.append((name, pool.submit(self._fetch, name)))
-                        if len(coming) == FETCHES:
+                        pending.append((name, pool.submit(self._fetch, name)))
+                        if len(pending) == FETCHES:
                             break
-                    if not coming:
+                    if not pending:
                         return
-                    name, future = coming.popleft()
+                    name, future = pending.popleft()
                     data = future.result()
                     yield name, unpack_part(name, data)
                     self._done = min(self._done + len(data), self._whole)
                     self._progress(self._done, self._whole)
             finally:
-                for _, future in coming:
+                for _, future in pending:
                     future.cancel()
 
     # -- columns ---------------------------------------------------------------------------------
