@@ -1,6 +1,6 @@
 """The protocol of shipping: several writers whose requests are interleaved, lost, delayed and repeated.
 
-The writers run the real `ShipLog`, and take schedule before every request. After every request that changes an
+The writers run the real `ShipLog`, and a schedule says whose request is next. After every request that changes an
 object, the newest manifest must continue everything that was confirmed, and all of its parts must exist.
 """
 
