@@ -1,7 +1,8 @@
 """The protocol of shipping: several writers whose requests are interleaved, lost, delayed and repeated.
 
-The writers run the real `ShipLog`, and a schedule says whose request is next. After every request that changes
-an object, the newest manifest must continue everything that was confirmed, and all of its parts must exist.
+The writers run the real `ShipLog`, and a schedule says whose request is next. After every request that
+changes an object, the newest manifest must continue everything that was confirmed, and all of its parts must
+exist.
 """
 
 from __future__ import annotations
