@@ -267,6 +267,14 @@ class Shipper:
             self._note_failure(exc)
             return False
         self._failed_in_row, self._problem, self._at = 0, "", begun
+        if begun - self._swept_at > _SWEEP_SECONDS:
+            self._swept_at = begun
+            try:
+                self._log.sweep(self._find_needed)
+            except _Stopped:
+                pass
+            except Exception as exc:  # what was shipped is shipped; the next sweep deletes the rest
+                self._note_failure(exc)
         return True
 
     def _ship_changes(self, storage: Store) -> None:
@@ -280,9 +288,6 @@ class Shipper:
             self._upload(found)
             self._log.commit(found.state, storage.manifest.uuid, captured)
         self._rows, self._last_id = found.state["rows"], found.through
-        if time.monotonic() - self._swept_at > _SWEEP_SECONDS:
-            self._swept_at = time.monotonic()
-            self._log.sweep(self._find_needed)
 
     def _upload(self, found: Increment) -> None:
         """Upload the parts, a few at a time; one by one when the program ends, which starts no threads."""
