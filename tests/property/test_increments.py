@@ -306,3 +306,20 @@ def test_captures_of_another_thread_are_states_that_existed(tmp_path: Path) -> N
             values = [x for _, _, x in rows]
             assert len({*values[:-9]}) == 1  # the newest rows wait for the change
             assert {*values[-9:]} <= {values[0], values[-1]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capacity", [None, 3000])
+@pytest.mark.parametrize("layout", ["flat", "packed", "arrow"])
+def test_rows_are_uploaded_once(tmp_path: Path, layout: str, capacity: int | None) -> None:
+    """Of rows that cannot be compressed, at most a fifth more bytes than they have are uploaded."""
+    rng, sent, bucket = np.random.default_rng(0), 0, Bucket(increment_parts.PART_BYTES)
+    with expstore.open(tmp_path / "run.exp", capacity=capacity, layout=layout) as rb:  # type: ignore[arg-type]
+        for _ in range(12):
+            x = rng.integers(0, 256, (500, 1024), np.uint8)
+            y = rng.normal(size=(500, 30)).astype(np.float32)
+            rb.extend({"x": x, "y": y, "done": np.arange(500) % 50 == 49})
+            before = set(bucket.parts)
+            assert bucket.ship(rb) is not None
+            sent += sum(len(data) for name, data in bucket.parts.items() if name not in before)
+    assert sent <= 1.2 * 12 * 500 * (1024 + 120 + 1)

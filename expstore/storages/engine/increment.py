@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -30,7 +30,7 @@ from expstore.storages.columns.packed.column import PackedRows
 from expstore.storages.columns.priorities import StoredPriorities
 from expstore.storages.columns.sample_counts import Sampled
 from expstore.storages.format.annotation_log import FILE_SHIFT, file_path, find_files
-from expstore.storages.format.draw_log import About, find_consumers, measure_records
+from expstore.storages.format.draw_log import ABOUT, About, find_consumers, measure_records
 from expstore.storages.format.paths import ANNOTATIONS, LOCK, LOG, RENUMBERED
 from expstore.storages.format.records import Redo
 from expstore.storages.format.row_changes import CHANGES
@@ -117,10 +117,8 @@ def capture(
             storage.snapshot_pin.move(moment.window.low + 1)
         for log in moment.logs:
             held.callback(log.file.close)
-            path = Path(log.path)
-            # The process that has tracked all changes has only appended to these.
-            is_sure = moment.is_tracked and (log.path == LOG or path.parts[0] == ANNOTATIONS)
-            log.begin(None if moment.renews_logs else moment.former["files"].get(log.path), is_sure=is_sure)
+        for log in moment.logs:
+            log.begin(None if moment.renews_logs else moment.files.get(log.path))
         storage.sync()
         if moment.is_unchanged:
             return None
@@ -144,62 +142,87 @@ class _Log:
     Args:
         storage: The store.
         path: Its path in the store.
-        length: How many bytes belong to the captured moment; None: those of whole records.
-        about: The consumer whose log it is; None: it is another file.
+        length: How many bytes belong to the captured moment; None: all.
+        is_sure: Whether bytes were only appended since the former capture.
     """
 
     def __init__(
-        self, storage: Store, path: Path, length: int | None = None, about: About | None = None
+        self, storage: Store, path: Path, length: int | None = None, *, is_sure: bool = False
     ) -> None:
         self.file = storage.disk.open(storage.path / path, write=False)
-        self.path, self._about = path.as_posix(), about
+        self.path, self._is_sure = path.as_posix(), is_sure
         self.length = self.file.size() if length is None else length
+        #: Bytes that another process may change after the moment, and the offset of the first of them.
+        self.held: tuple[bytes, int] | None = None
         #: How many bytes former parts have, and their crc32c; once all sections were made, of the whole file.
         self.start = self.crc = 0
 
-    def begin(self, known: Sequence[int] | None, *, is_sure: bool) -> None:
-        """Find what former parts have of the file.
+    def read_now(self, known: int, about: About | None) -> None:
+        """Read the bytes of a file that another process may write to.
 
         Args:
-            known: Its length and checksum in the former state; None: it was not in it.
-            is_sure: Whether bytes were only appended since.
+            known: How many bytes of it need not be read.
+            about: The consumer whose log it is: zeros follow its records, or one that is being written.
         """
-        if known is not None and known[0] <= self.length and (is_sure or self._sum(known[0]) == known[1]):
+        data = self.file.read(known, self.length - known)
+        if about is not None:
+            data = data[: measure_records(data, about)]
+        self.held, self.length = (data, known), known + len(data)
+
+    def _read(self, at: int, size: int) -> bytes:
+        if self.held is None or at < self.held[1]:
+            return self.file.read(at, size)
+        return self.held[0][at - self.held[1] :][:size]
+
+    def begin(self, known: Sequence[int] | None) -> None:
+        """Find what former parts have of the file: `known`, its length and checksum then; None: nothing."""
+        fits = known is not None and known[0] <= self.length
+        if known is not None and fits and (self._is_sure or self._sum(known[0]) == known[1]):
             self.start, self.crc = known
-        if self._about is not None:  # zeros follow, or a record that is being written
-            data = self.file.read(self.start, self.length - self.start)
-            self.length = self.start + measure_records(data, self._about)
 
     def _sum(self, length: int) -> int:
         crc = 0
         for at in range(0, length, PART_BYTES):
-            crc = google_crc32c.extend(crc, self.file.read(at, min(PART_BYTES, length - at)))
+            crc = google_crc32c.extend(crc, self._read(at, min(PART_BYTES, length - at)))
         return crc
 
     def sections(self, most: int) -> Iterator[Section]:
         """Yield the new bytes; `start` and `crc` move on."""
         while self.start < self.length:
-            data = self.file.read(self.start, min(most, self.length - self.start))
+            data = self._read(self.start, min(most, self.length - self.start))
             yield Section("log", {"path": self.path, "offset": self.start}, data)
             self.start, self.crc = self.start + len(data), google_crc32c.extend(self.crc, data)
 
 
-def _open_logs(storage: Store) -> Iterator[_Log]:
-    """Yield the files to which a store appends, and small files; the locks of the store are held."""
+def _open_logs(storage: Store, files: Mapping[str, Sequence[int]], *, is_tracked: bool) -> Iterator[_Log]:
+    """Yield the files to which a store appends, and small files; the locks of the store are held.
+
+    Args:
+        storage: The store.
+        files: Length and checksum of each file in the former state.
+        is_tracked: Whether this opening has made the former state, so that logs were not cut since.
+    """
     rows, disk, path = storage.state, storage.disk, storage.path
-    yield _Log(storage, Path(LOG), rows.log.length)
+    yield _Log(storage, Path(LOG), rows.log.length, is_sure=is_tracked)
     newest, end = divmod(rows.annotated, 1 << FILE_SHIFT)
     for number in find_files(disk, path / ANNOTATIONS):
         if number <= newest:
-            yield _Log(storage, file_path(Path(ANNOTATIONS), number), end if number == newest else None)
+            length, inside = end if number == newest else None, file_path(Path(ANNOTATIONS), number)
+            yield _Log(storage, inside, length, is_sure=is_tracked)
     for name in (CHANGES, RENUMBERED):
         if disk.exists(path / name):
             yield _Log(storage, Path(name))
     for folder, about in find_consumers(disk, path):
+        described = disk.read_whole(folder / ABOUT)
+        known = files.get((folder / ABOUT).relative_to(path).as_posix())
+        is_same = is_tracked and known == [len(described), google_crc32c.value(described)]
         for name in disk.names(folder):
             if name != LOCK and not name.endswith(SCRAP):
                 inside = (folder / name).relative_to(path)
-                yield _Log(storage, inside, about=about if name.isdigit() else None)
+                log = _Log(storage, inside, is_sure=is_same and name.isdigit())
+                before = files.get(log.path, (0, 0))[0] if is_same and name.isdigit() else 0
+                log.read_now(min(before, log.length), about if name.isdigit() else None)
+                yield log
 
 
 class _Moment:
@@ -216,6 +239,8 @@ class _Moment:
         self.manifest = json.loads(storage.manifest.pack())
         #: The former state; empty: everything is captured.
         self.former = former if former and self._suits(former) else {}
+        #: Length and checksum of the files of logs in the former state.
+        self.files: Mapping[str, Sequence[int]] = self.former.get("files", {})
         self.sequence = rows.journal.sequence
         self.token = ""
         self._tracked: dict[str, StoredPriorities | Sampled] = {"priority": rows.priorities}
@@ -247,7 +272,7 @@ class _Moment:
             self.base = json.loads(json.dumps(rows.base_record(storage.manifest.generation, opening=True)))
             self._take_values()
             self.moment = self._advance()
-            self.logs = list(_open_logs(storage))
+            self.logs = list(_open_logs(storage, self.files, is_tracked=self.is_tracked))
             keys: int = self.former["keys"] if self.is_tracked else 0
             self.keys = rows.write_keys.entries_since(0 if self.renews_logs else keys)
         captures = [] if self.columns is None else self.columns.capture(self.window.low)
