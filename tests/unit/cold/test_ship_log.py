@@ -21,7 +21,7 @@ from expstore.cold.version_list import unseal
 from expstore.errors import LockedError, RemoteError
 
 #: How a request may go wrong; "" if it does not.
-TROUBLES = ("", "", "", "lost", "failed", "delayed", "repeated")
+TROUBLES = (*[""] * 20, "lost", "failed", "delayed", "repeated")
 
 
 class Schedule:
@@ -167,7 +167,9 @@ class Writer:
                     except LockedError:
                         raise
                     except RemoteError:
-                        continue
+                        self._sweep()  # the newest state may not be confirmed
+                        self._log.check()
+                        self._sweep()  # parts of the state that failed must not be deleted
             except (LockedError, RemoteError):
                 continue
 
@@ -188,6 +190,9 @@ class Writer:
         assert state["rows"][: len(self._objects.confirmed)] == self._objects.confirmed
         self._objects.confirmed = state["rows"]
         self._objects.check()
+        self._sweep()
+
+    def _sweep(self) -> None:
         self._log.sweep(lambda found: found["parts"])
 
 
