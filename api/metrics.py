@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -16,6 +17,7 @@ from prometheus_client.exposition import choose_encoder
 from expstore.api.stores import Served
 from expstore.disk.files import Disk
 from expstore.errors import ExpStoreError
+from expstore.storages.capabilities import Shipping
 
 #: Upper bounds of the histogram, in seconds.
 _BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -24,6 +26,15 @@ _AMOUNTS = {
     "bytes_out": "Bytes of response bodies.",
     "rows_in": "Rows that were written.",
     "rows_out": "Rows that were sent.",
+}
+
+#: Figures of stores that are shipped, since they were opened.
+_SHIPPED = {
+    "rows_behind": "Rows that are not shipped.",
+    "seconds_behind": "Seconds since the last upload, or since nothing was to upload.",
+    "bytes": "Bytes that were shipped.",
+    "requests": "Requests to the object storage.",
+    "failures": "Uploads that failed.",
 }
 
 
@@ -105,6 +116,9 @@ class Metrics:
         }  # fmt: skip
         for name, (meaning, read) in readers.items():
             yield _read_stores(f"expstore_store_{name}", meaning, stores, read)
+        shipped = [store for store in stores if _shipping_of(store) is not None]
+        for name, meaning in _SHIPPED.items() if shipped else ():
+            yield _read_stores(f"expstore_store_ship_{name}", meaning, shipped, partial(_read_shipped, name))
         disk = Disk()
         for name, meaning, measure in (
             ("free", "Free bytes of the disk with the stores.", disk.free),
@@ -113,6 +127,17 @@ class Metrics:
             with contextlib.suppress(ExpStoreError):  # the folder is gone; /readyz says so
                 yield GaugeMetricFamily(f"expstore_disk_{name}_bytes", meaning, measure(self._folder))
         yield GaugeMetricFamily("process_threads", "Threads of the process.", disk.count_threads())
+
+
+def _shipping_of(store: Served) -> Shipping | None:
+    storage = store.rb.storage
+    return storage.writer().holders.shipping if storage.can_write else None
+
+
+def _read_shipped(name: str, store: Served) -> float | None:
+    """Return a figure of `rb.stats()["shipped"]`; None if the store is not shipped."""
+    shipping = _shipping_of(store)
+    return None if shipping is None else float(shipping.stats()[name])
 
 
 def _read_stores(

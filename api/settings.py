@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from expstore.cold.ship_settings import Ship
 from expstore.disk.local_path import local_path
 from expstore.errors import ArgumentError, StateError
 from expstore.rate_limiters import MinSize, RateLimiter, SampleToInsertRatio
@@ -93,6 +94,8 @@ class Settings:
         shutdown_seconds: Seconds that running requests have to finish at shutdown.
         session_timeout: Seconds without a request or heartbeat after which a client's session ends, counted
             from the start of the server at the earliest: its open episodes are cut.
+        ship: URL below which the server ships each store under its name, such as `s3://bucket/runs`; None: it
+            ships none.
         capture: How calls to a language model are recorded in the store; None: they are not.
         clock: Returns seconds of a monotonic clock, used for session timeouts.
     """
@@ -123,6 +126,7 @@ class Settings:
     shutdown_seconds: float = 5.0
     session_timeout: float = 3600.0
     capture: Capture | None = None
+    ship: str | None = None
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
 
     def __post_init__(self) -> None:
@@ -135,6 +139,12 @@ class Settings:
         """
         object.__setattr__(self, "path", local_path(self.path))
         self.limiter()
+        if self.ship is not None:
+            Ship(self.ship)
+            if self.read_only:
+                raise StateError(
+                    "a server that only reads stores ships none", kind="ship", hint="leave ship out"
+                )
         if self.error_buffer is not None and self.samples_per_insert is None:
             raise ValueError("error_buffer requires samples_per_insert, from which it permits a deviation")
         if not self.session_timeout > 0:

@@ -494,6 +494,8 @@ class Stores:
             raise Refusal(503, "the server is being shut down")
         options.setdefault("mode", "r" if self._settings.read_only else "a")
         limiter = self._settings.limiter()
+        if self._settings.ship is not None:
+            options["ship"] = f"{self._settings.ship.rstrip('/')}/{name}"
         rb = expstore.open(path, batches=expstore.Batches(rate_limiter=limiter), **options)
         if self.address and isinstance(rb.storage, Store):
             rb.storage.lock_file.announce(f"{self.address}/{name}")

@@ -66,6 +66,7 @@ SETTINGS = {
     "EpisodeKeys": "expstore._settings",
     "Batches": "expstore._settings",
     "Retain": "expstore.core.retention_policy",
+    "Ship": "expstore.cold.ship_settings",
 }
 #: Objects that only a buffer creates.
 PARTS = {

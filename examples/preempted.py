@@ -3,6 +3,10 @@
 Run it with `python examples/preempted.py`, stop it by kill -9, and run it again. The learner saves weights,
 optimizer and the position of its consumer every 50 steps. After a kill it goes back to its checkpoint, and
 the batches since then come again, although more rows were collected meanwhile.
+
+With `--ship s3://bucket/run --checkpoint /shared/learner.pt` it also survives the loss of the machine: the
+same command continues on another one. The store is shipped before each checkpoint, so that it has all that
+the checkpoint has seen.
 """
 
 from __future__ import annotations
@@ -47,11 +51,13 @@ class Learner:
 
     Args:
         path: File of its checkpoints.
-        consumer: Draws its batches.
+        rb: Has the rows.
+        ships: Whether the store is shipped.
     """
 
-    def __init__(self, path: Path, consumer: expstore.buffers.Consumer) -> None:
+    def __init__(self, path: Path, rb: expstore.ReplayBuffer, *, ships: bool) -> None:
         torch.manual_seed(0)
+        self.rb, self.ships, consumer = rb, ships, rb.consumer("learner")
         self.path, self.consumer, self.step = path, consumer, 0
         self.network = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 1))
         self.optimizer = torch.optim.Adam(self.network.parameters(), lr=1e-3)
@@ -79,6 +85,8 @@ class Learner:
 
     def save(self) -> None:
         """Replace the checkpoint, then let the consumer forget the draws before it."""
+        if self.ships:
+            self.rb.flush(shipped=True)
         state = {
             "step": self.step,
             "network": self.network.state_dict(),
@@ -95,11 +103,14 @@ def main(arguments: list[str] | None = None) -> int:
     """Train, and print the loss of each step."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--folder", type=Path, default=Path("runs/preempted"), help="store and checkpoint")
+    parser.add_argument("--ship", metavar="URL", help="object storage to ship the store to")
+    parser.add_argument("--checkpoint", type=Path, help="file of the checkpoints, in the folder by default")
     parser.add_argument("--steps", type=int, default=1000, help="number of steps")
     given = parser.parse_args(arguments)
     given.folder.mkdir(parents=True, exist_ok=True)
-    with expstore.open(given.folder / "run.exp", batch_size=BATCH_SIZE, seed=1) as rb:
-        learner = Learner(given.folder / "learner.pt", rb.consumer("learner"))
+    checkpoint = given.checkpoint or given.folder / "learner.pt"
+    with expstore.open(given.folder / "run.exp", batch_size=BATCH_SIZE, seed=1, ship=given.ship) as rb:
+        learner = Learner(checkpoint, rb, ships=given.ship is not None)
         if learner.step:
             print(f"continues from step {learner.step}", flush=True)
         while learner.step < given.steps:

@@ -40,6 +40,7 @@ from expstore.buffers.prioritized import (
 )
 from expstore.buffers.replay_buffer import ReplayBuffer as ReplayBuffer
 from expstore.buffers.tensordict import TensorDictReplayBuffer as TensorDictReplayBuffer
+from expstore.cold.ship_settings import Ship as Ship
 from expstore.collectors.collector import Collector as Collector
 from expstore.core.retention_policy import Retain as Retain
 from expstore.datasets.registry import load_dataset as load_dataset

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields as fields_of
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from expstore._settings import Batches, Durability, EpisodeKeys, Layout
 from expstore.buffers.arguments import check_drawing
@@ -23,6 +23,7 @@ from expstore.buffers.sample_units import check_unit
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.cold.object_storage import ObjectStorage, is_object_url
 from expstore.cold.reader import open_cached
+from expstore.cold.ship_settings import Ship
 from expstore.core.arguments import check_capacity, check_whole, refuse_keywords, refuse_unknown
 from expstore.core.retention_policy import Retain
 from expstore.core.values import Key, check_key, key_name, to_key
@@ -47,6 +48,9 @@ from expstore.storages.read_view import ReadView, keys_for
 from expstore.storages.snapshots.catalog import find_version, is_snapshots
 from expstore.transforms import Compose
 from expstore.writers.writers import Writer
+
+if TYPE_CHECKING:
+    from expstore.cold.ship import Shipper
 
 _logger = logging.getLogger("expstore")
 #: The default settings of a new store.
@@ -96,6 +100,7 @@ def open(
     durability: Durability | Literal["process", "sync"] | Mapping[str, Any] = "process",
     retain: Retain | Mapping[str, Any] | None = None,
     window: int | None = None,
+    ship: Ship | str | ObjectStorage | None = None,
 ) -> TensorDictReplayBuffer:
     """Open the store in a folder, or create one.
 
@@ -149,6 +154,11 @@ def open(
             `trajectory`, retention, versions and exports see all rows; the relation `recent` has the rows of
             the window. The number is stored; another one replaces it, a larger one brings rows back with
             their priorities, and 0 removes the window. Not allowed with mode "r", which uses the stored one.
+        ship: Where the store is shipped to while it is open: a URL such as `s3://bucket/run`, or a `Ship`
+            with more settings. If the folder is empty or missing, the newest state that was shipped there is
+            restored first, and the store continues. Whoever opens the store last with this address is its
+            only writer: an earlier one gets LockedError. Not with modes "r" and "w"; mode "x" restores
+            nothing. None: it is not shipped.
 
     Returns:
         A buffer that is open for writing, or for reading with mode "r". Close it, or use it in a `with`
@@ -158,9 +168,12 @@ def open(
         ArgumentError: There is no such keyword or sampler, or a number is not a whole number.
         NotFoundError: Mode "r", and there is no store.
         SnapshotError: There is no such version; the message lists the versions that exist.
-        LockedError: Another buffer has the store open for writing.
+        LockedError: Another buffer has the store open for writing, or another machine opens it with the same
+            `ship` at the same time.
         StateError: The path is not a folder, the folder holds something else, or a setting contradicts the
-            store. A store that this call created is removed again.
+            store; the address of `ship` has another store, or rows that the folder lacks. A store that this
+            call created is removed again.
+        RemoteError: The server of `ship` does not answer, or refuses a request.
         CorruptionError: The store is damaged.
         QueryError: The condition of `retain` is not SQL, or names fields that the rows do not have.
         SchemaError: The layout or the specs do not fit the rows, or cannot be stored.
@@ -185,11 +198,14 @@ def open(
     check_unit(out.sample_unit, sampler)
     window = None if window is None else _check_window(window, capacity)
     _check_reading(mode, writer, retain, window)
+    shipper = None if ship is None else _make_shipper(ship, mode)
     sampler = consume_after(None, sampler, prefetch=out.prefetch)
     transform = Compose.of(out.transform)
     fields, specs = _read_schema(schema)
     if remote is None:
         path, mode = _find(path, mode, version)
+    if shipper is not None and mode == "a":
+        shipper.restore_missing(path)
     _check_condition(retain, fields, path, mode)
     settings = replace(
         _NEW, mode=mode, storage=kept.kind, layout=kept.to_column_layout(), compression=kept.compression,
@@ -211,6 +227,12 @@ def open(
             generator=out.generator, sample_unit=out.sample_unit, rate_limiter=out.rate_limiter,
             transform=transform, ragged=out.ragged, batch_tokens=out.batch_tokens, tokens_key=out.tokens_key,
         )  # fmt: skip
+        if shipper is not None:
+            try:
+                shipper.start(storage)  # type: ignore[arg-type]  # mode "a" opens a `Store`
+            except BaseException:
+                rb.close()
+                raise
     if new:
         _logger.info("created a new store: %s", path)
     return rb
@@ -355,6 +377,22 @@ def _check_reading(mode: Mode, writer: Writer | None, retain: Any, window: int |
         raise ArgumentError("retain= cannot be used with mode='r': a reader deletes no rows; leave it out")
     if writer is not None and mode == "r":
         raise ArgumentError("writer= cannot be used with mode='r': a reader writes no rows; leave it out")
+
+
+def _make_shipper(ship: Ship | str | ObjectStorage, mode: Mode) -> Shipper:
+    """Return what ships the store; send no request.
+
+    Raises:
+        StateError: The mode is "r" or "w", or the URL is not valid.
+    """
+    if mode not in ("a", "x"):
+        raise StateError(
+            f"ship= cannot be used with mode={mode!r}",
+            hint="use mode='a', which restores what was shipped, creates a store, or continues one",
+        )
+    from expstore.cold.ship import Shipper  # loads obstore
+
+    return Shipper(Ship.of(ship))
 
 
 def _check_condition(

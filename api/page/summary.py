@@ -124,7 +124,8 @@ _EXAMPLE: dict[str, Any] = {
     "episodes": {"count": 1, "open": 1, "terminated": 0, "truncated": 0, "cut": 0},
     "rates": {"rows_in": 0.2, "rows_out": 0.0, "seconds": 10.0},
     "ages": None, "priorities": None, "times_sampled": None, "limiter": None, "durability": "process",
-    "unsynced_rows": 2, "last_sync_age": 0.5, "last_sync_seconds": 0.01, "read_only": False, "versions": [],
+    "unsynced_rows": 2, "last_sync_age": 0.5, "last_sync_seconds": 0.01, "shipped": None,
+    "read_only": False, "versions": [],
     "sessions": [{"session": "actor-7", "sources": 1, "started": 1.7e9, "ended": None,
                   "provenance": {"environment": "CartPole-v1", "seed": 0}}],
 }  # fmt: skip
@@ -159,6 +160,10 @@ class Summary(BaseModel):
     unsynced_rows: int | None = Field(description="Number of rows that a power failure would lose.")
     last_sync_age: float | None = Field(description="Seconds since the last sync.")
     last_sync_seconds: float | None = Field(description="Duration of the last sync in seconds.")
+    shipped: Any = Field(
+        description="Of a store that is shipped: `url`, `rows_behind`, `seconds_behind`, `bytes`, "
+        "`requests`, `failures`, `last_error`, as `stats` has them; null: it is not shipped."
+    )
     read_only: bool = Field(description="Whether this server opened the store for reading only.")
     versions: list[VersionFacts] = Field(description="Snapshots in the store's folder, the oldest first.")
     sessions: list[SessionFacts] = Field(description="At most 100 sessions, the newest first.")
@@ -222,7 +227,7 @@ class Summarizer:
         sizes = dict(zip(measured, size.fields, strict=True))
         assert manifest is not None, "a served store has a folder"
         known = {name: facts.get(name) for name in (
-            "durability", "unsynced_rows", "last_sync_age", "last_sync_seconds")}  # fmt: skip
+            "durability", "unsynced_rows", "last_sync_age", "last_sync_seconds", "shipped")}  # fmt: skip
         return Summary(
             name=self._name, uuid=manifest.uuid, storage=manifest.storage, rows=len(storage),
             capacity=storage.capacity, written=storage.write_count, generation=manifest.generation,

@@ -1031,11 +1031,18 @@ class ReplayBuffer:
         """
         return self._store.catalog.query(query, params)
 
-    def flush(self) -> None:
+    def flush(self, *, shipped: bool = False, timeout: float = 60.0) -> None:
         """Sync rows, priorities, the number of the next draw, and the draws of open consumers to the disk.
+
+        Args:
+            shipped: Whether to wait until all of it is shipped, too: it survives the loss of this machine.
+            timeout: How long to wait for that, seconds.
 
         Raises:
             StorageError: The disk failed; the store must be opened again.
+            LockedError: Another machine has taken over the address to which the store is shipped.
+            RemoteError: It was not shipped in time; it will be later.
+            StateError: `shipped` is set, and this buffer does not ship its store.
         """
         proxy = self._store.proxy
         if proxy is not None:
@@ -1045,6 +1052,14 @@ class ReplayBuffer:
         for consumer in self._consumers:
             if not consumer.closed:
                 consumer.flush()
+        if shipped:
+            shipping = None if proxy is not None else self._store.storage.writer().holders.shipping
+            if shipping is None:
+                raise StateError(
+                    "this buffer does not ship its store",
+                    hint="call it of the buffer that expstore.open(path, ship=...) has returned",
+                )
+            shipping.wait(timeout)
 
     def refresh(self) -> None:
         """Update what is derived from rows: `where` and `weight` of the sampler, and a follower's episodes.
@@ -1231,6 +1246,7 @@ class ReplayBuffer:
                 since then, in seconds.
             free_bytes: Free space of the file system.
             poisoned: The disk failure after which nothing can be written; None: there was none.
+            shipped: What is shipped, see docs/shipping.md; None: the store is not shipped.
             packed: Compression ratio of each packed field.
             live, damaged: Only of a reader: whether a writer has the store open, and which files are damaged.
         """

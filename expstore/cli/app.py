@@ -17,7 +17,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from expstore import __version__
-from expstore.cli import checks, consumers, export, reshape, retain, selections, serve, snapshots
+from expstore.cli import (
+    checks,
+    consumers,
+    export,
+    object_storage,
+    reshape,
+    retain,
+    selections,
+    serve,
+    snapshots,
+)
 from expstore.cli.changes import changes
 from expstore.cli.cluster import cluster
 from expstore.cli.columns import add_column, drop_column
@@ -587,6 +597,13 @@ add_command(
     heading=MOVE,
     notes=export.IMPORT_NOTES,
     examples=("expstore import rows new.exp", "expstore import steps.csv steps.exp --map obs=observation"),
+)
+add_command(
+    app,
+    object_storage.ship,
+    heading=MOVE,
+    notes=object_storage.SHIP_NOTES,
+    examples=("expstore ship run.exp s3://bucket/run", "expstore ship run.exp s3://bucket/run --json"),
 )
 app.add_typer(datasets, rich_help_panel=MOVE)
 

@@ -38,6 +38,7 @@ def facts_of(path: Path, *, lineage: bool = False) -> dict[str, Any]:
         path: The store.
         lineage: Whether to add its lineage.
     """
+    from expstore.cold.ship_settings import Origins
     from expstore.core.values import key_name
     from expstore.disk.files import Disk
     from expstore.maintenance import survey
@@ -82,6 +83,7 @@ def facts_of(path: Path, *, lineage: bool = False) -> dict[str, Any]:
         "storage": manifest.storage,
         "compression": manifest.compression,
         "write_keys": count_keys(disk, path) if manifest.keyed else 0,
+        "shipped_to": Origins.load(disk, path).url or None,
         "uuid": manifest.uuid,
         "meta": manifest.meta,
         "specs": unpack_specs(manifest.specs) if manifest.specs else None,
@@ -144,6 +146,8 @@ def show_facts(facts: dict[str, Any]) -> None:
         "on disk": f"{size_text(facts['disk_bytes'])}, {_room(facts)}",
         "per row": _row_text(facts),
     }
+    if facts["shipped_to"]:
+        lines["shipped to"] = facts["shipped_to"]
     if facts["write_keys"]:
         lines["keys"] = f"{facts['write_keys']:,} idempotency keys of writes at the last sync"
     if facts["specs"]:

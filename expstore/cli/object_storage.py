@@ -1,6 +1,6 @@
-"""The commands `versions push`, `pull` and `prune`, and the list of versions on an object storage.
+"""The commands `ship`, `versions push`, `pull` and `prune`, and the list of versions on an object storage.
 
-Used by `expstore.cli.snapshots`. None of the commands loads torch.
+Used by `expstore.cli.snapshots` and `expstore.cli.app`. None of the commands loads torch.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ _ENVIRONMENT = (
     "Credentials come from the environment: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, and "
     "AWS_ENDPOINT_URL for other servers than Amazon's."
 )
+#: How long the command may take, seconds.
+_SHIP_SECONDS = 86_400.0
 PUSH_NOTES = (
     "What the server has is not sent again, also after an interruption: run the command again. A store that "
     f"another process writes to cannot be pushed; push a snapshot that it has made. {_ENVIRONMENT}"
@@ -34,6 +36,12 @@ PULL_NOTES = (
 PRUNE_NOTES = (
     "Also removes what interrupted pushes have sent more than a day ago. Other programs may push, pull and "
     f"read meanwhile. {_ENVIRONMENT}"
+)
+
+SHIP_NOTES = (
+    "Also makes the store of what was shipped before, if its folder is empty or missing. A store that "
+    "another process writes to cannot be shipped from here, because only its writer knows what has changed: "
+    f'open it there with expstore.open(path, ship="s3://..."), or use expstore serve --ship. {_ENVIRONMENT}'
 )
 
 Url = Annotated[
@@ -145,3 +153,47 @@ def _tag(version: RemoteVersion) -> str:
 
 def _facts(version: RemoteVersion) -> dict[str, Any]:
     return dataclasses.asdict(version) | {"time": iso_text(version.time)}
+
+
+def ship(
+    store: Annotated[
+        Path,
+        typer.Argument(
+            callback=to_local, autocompletion=complete_store, metavar="STORE", help="The folder of a store."
+        ),
+    ],
+    url: Annotated[str, typer.Argument(metavar="URL", help="Where to ship it, such as s3://bucket/run.")],
+    as_json: Json = False,
+) -> int:
+    """Ship a store that no process has open to an object storage, or restore it from there."""
+    from contextlib import closing
+
+    from expstore.cold.ship import Shipper
+    from expstore.cold.ship_settings import Ship
+    from expstore.disk.files import Disk
+    from expstore.errors import LockedError, NotFoundError
+    from expstore.storages.factory import open_storage
+    from expstore.storages.format.manifest import MANIFEST
+
+    shipper, disk = Shipper(Ship(url)), Disk()
+    shipper.restore_missing(store)
+    if not disk.exists(store / MANIFEST):
+        raise NotFoundError(
+            f"{store} has no store, and nothing was shipped to {url}", hint="correct the path"
+        )
+    try:
+        storage = open_storage(store)
+    except LockedError as exc:
+        raise exc.with_hint(
+            "only the process that has it open can ship it: expstore.open(path, ship=...), or "
+            "expstore serve --ship"
+        ) from exc
+    with closing(storage):
+        shipper.start(storage)
+        shipper.wait(_SHIP_SECONDS)
+        facts = shipper.stats()
+    if as_json:
+        print_json({"path": str(store), "shipped": facts})
+    else:
+        typer.echo(f"{store}: all {facts['rows']:,} rows are at {url}, {size_text(facts['bytes'])} were sent")
+    return 0

@@ -172,6 +172,13 @@ def serve(
     on_error: _OnError = "fail",
     omit: _Omit = None,
     ask_logprobs: _Ask = False,
+    ship: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Ship each store to an object storage, under its name below this URL: s3://bucket/runs.",
+        ),
+    ] = None,
     access_log: _Log = False,
     as_json: _AsJson = False,
 ) -> int:
@@ -187,6 +194,7 @@ def serve(
         hosts=tuple(allow_host or ()), sql=not no_sql, ui=not no_ui, min_size=min_size,
         samples_per_insert=samples_per_insert, error_buffer=error_buffer,
         capture=None if capture_url is None else _build_capture(capture_url, on_error, omit, ask_logprobs),
+        ship=ship,
         **_read_limits(limits),
     )  # fmt: skip
     return _serve(settings, host, port, access_log=access_log, as_json=as_json)

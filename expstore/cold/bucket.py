@@ -7,7 +7,7 @@ The only module that sends requests; it uses obstore, which repeats requests tha
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from expstore.errors import MissingExtraError, RemoteError, StateError
@@ -45,9 +45,15 @@ class Bucket:
     def __init__(self, store: Any, name: str) -> None:
         self._store = store
         self.name = name
+        #: Called before each request, to count and to limit requests.
+        self.pace: Callable[[], None] = lambda: None
 
     def gate(self, act: str, key: str) -> None:
         """Do nothing. Tests override this hook, which each request calls first."""
+
+    def _begin(self, act: str, key: str) -> None:
+        self.pace()
+        self.gate(act, key)
 
     def read(self, key: str) -> bytes | None:
         """Return the bytes of an object; None if there is no such object."""
@@ -56,7 +62,7 @@ class Bucket:
 
     def read_tagged(self, key: str) -> tuple[bytes, dict[str, str]] | None:
         """Return the bytes of an object and the tag that `replace` takes; None if there is no such object."""
-        self.gate("get", key)
+        self._begin("get", key)
         with self._translate_errors("get", key):
             try:
                 found = obstore.get(self._store, key)
@@ -69,7 +75,7 @@ class Bucket:
 
     def stream(self, key: str) -> Iterator[bytes] | None:
         """Return the bytes of an object piece by piece; None if there is no such object."""
-        self.gate("get", key)
+        self._begin("get", key)
         with self._translate_errors("get", key):
             try:
                 found = obstore.get(self._store, key)
@@ -90,13 +96,13 @@ class Bucket:
 
     def write(self, key: str, data: bytes | Iterator[bytes]) -> None:
         """Write an object, replacing one of that name. An iterator's bytes are sent in several requests."""
-        self.gate("put", key)
+        self._begin("put", key)
         with self._translate_errors("put", key):
             obstore.put(self._store, key, data, chunk_size=CHUNK_BYTES, max_concurrency=_CHUNKS)
 
     def create(self, key: str, data: bytes) -> bool:
         """Create an object unless one of that name exists; return whether it was created."""
-        self.gate("create", key)
+        self._begin("create", key)
         with self._translate_errors("create", key):
             try:
                 obstore.put(self._store, key, data, mode="create")
@@ -106,7 +112,7 @@ class Bucket:
 
     def replace(self, key: str, data: bytes, tag: dict[str, str]) -> bool:
         """Write an object if it still has the tag of `read_tagged`; return whether it was written."""
-        self.gate("replace", key)
+        self._begin("replace", key)
         with self._translate_errors("replace", key):
             try:
                 obstore.put(self._store, key, data, mode=tag)  # type: ignore[arg-type]
@@ -120,36 +126,40 @@ class Bucket:
         Two writers could otherwise replace each other's list of versions. Takes two requests, and a third at
         the first use of an address.
         """
-        if self.create(PROBE, b"expstore") and self.create(PROBE, b"expstore"):
-            raise self._build_unfit_error("If-None-Match")
+        self.check_creates()
         if self.replace(PROBE, b"expstore", {"e_tag": _WRONG_TAG}):
             raise self._build_unfit_error("If-Match")
 
+    def check_creates(self) -> None:
+        """Raise StateError unless the server refuses to create an object that exists: a request or two."""
+        if self.create(PROBE, b"expstore") and self.create(PROBE, b"expstore"):
+            raise self._build_unfit_error("If-None-Match")
+
     def _build_unfit_error(self, header: str) -> StateError:
         return StateError(
-            f"the server of {self.name} ignores conditional writes ({header}), so that two pushes could "
-            "replace "
-            "each other's versions",
+            f"the server of {self.name} ignores conditional writes ({header}), so that two programs could "
+            "replace each other's objects",
             kind="no_conditional_put",
             hint="use a server that supports them, such as S3, MinIO, Ceph or R2",
         )
 
-    def keys(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """Yield the objects below a prefix: (key, length in bytes)."""
-        pages = iter(obstore.list(self._store, prefix))
+    def keys(self, prefix: str, after: str | None = None) -> Iterator[tuple[str, int]]:
+        """Yield the objects below a prefix whose keys follow `after`: (key, length in bytes)."""
+        pages = iter(obstore.list(self._store, prefix, offset=after))
         while True:
-            self.gate("list", prefix)
+            self._begin("list", prefix)
             with self._translate_errors("list", prefix):
                 try:
                     page = next(pages)
                 except StopIteration:
                     return
             for found in page:
-                yield found["path"], found["size"]
+                if after is None or found["path"] > after:  # not all servers know this option
+                    yield found["path"], found["size"]
 
     def folders(self, prefix: str) -> list[str]:
         """Return the names directly below a prefix that contain objects."""
-        self.gate("list", prefix)
+        self._begin("list", prefix)
         with self._translate_errors("list", prefix):
             found = obstore.list_with_delimiter(self._store, prefix)["common_prefixes"]
         return [path.rpartition("/")[2] for path in found]
@@ -158,7 +168,7 @@ class Bucket:
         """Delete objects; missing ones are ignored."""
         if not keys:
             return
-        self.gate("delete", keys[0])
+        self._begin("delete", keys[0])
         with self._translate_errors("delete", keys[0]):
             try:
                 obstore.delete(self._store, list(keys))
@@ -166,7 +176,7 @@ class Bucket:
             except (exceptions.NotFoundError, FileNotFoundError):
                 pass
         for key in keys:
-            self.gate("delete", key)
+            self._begin("delete", key)
             with self._translate_errors("delete", key):
                 with contextlib.suppress(exceptions.NotFoundError, FileNotFoundError):
                     obstore.delete(self._store, key)

@@ -135,7 +135,7 @@ class VersionList:
 
     def pack(self) -> bytes:
         """Return the bytes of the list."""
-        return _seal(
+        return seal(
             {
                 "format": _FORMAT,
                 "versions": [asdict(version) for version in self.versions],
@@ -148,7 +148,7 @@ class VersionList:
     @classmethod
     def unpack(cls, data: bytes, name: str) -> VersionList:
         """Read the bytes of a list."""
-        with_sum = _unseal(data, name)
+        with_sum = unseal(data, name)
         try:
             return cls(
                 tuple(_check_version(RemoteVersion(**version)) for version in with_sum["versions"]),
@@ -247,7 +247,7 @@ class Manifest:
     def pack(self) -> bytes:
         """Return the bytes of the manifest."""
         files = {path: [file.part, file.size, file.runs] for path, file in sorted(self.files.items())}
-        return _seal({"format": _FORMAT, "files": files, "folders": list(self.folders)})
+        return seal({"format": _FORMAT, "files": files, "folders": list(self.folders)})
 
     @classmethod
     def load(cls, bucket: Bucket, version: RemoteVersion) -> Manifest:
@@ -262,7 +262,7 @@ class Manifest:
             raise CorruptionError(f"{name} is missing", hint=_DAMAGED)
         if hashlib.sha256(data).hexdigest() != version.manifest:
             raise CorruptionError(f"{name} is damaged: its SHA-256 does not match", hint=_DAMAGED)
-        content = _unseal(data, name)
+        content = unseal(data, name)
         try:
             files = {
                 _check_inside(path): PartFile(
@@ -304,12 +304,18 @@ def _check_inside(path: str) -> str:
     return path
 
 
-def _seal(content: dict[str, Any]) -> bytes:
+def seal(content: dict[str, Any]) -> bytes:
     """Return JSON with a checksum of its content."""
     return json.dumps(content | {"sha256": _checksum(content)}, indent=1).encode()
 
 
-def _unseal(data: bytes, name: str) -> dict[str, Any]:
+def unseal(data: bytes, name: str) -> dict[str, Any]:
+    """Return the content of such JSON.
+
+    Raises:
+        CorruptionError: It is damaged.
+        MigrationError: A newer version of expstore wrote it.
+    """
     try:
         content: dict[str, Any] = json.loads(data)
         checksum = content.pop("sha256")

@@ -1,7 +1,7 @@
 """Capabilities that not every storage has: interfaces of objects, or None for a storage without them.
 
-`Storage.fields`, `Storage.retention` and `Storage.row_appender` return them. This module has no
-implementation.
+`Storage.fields`, `Storage.retention` and `Storage.row_appender` return them; `Holders` has a `Shipping`. This
+module has no implementation.
 """
 
 from __future__ import annotations
@@ -140,3 +140,24 @@ class Retention(Protocol):
             StateError: The store has a capacity and evicts rows by age, is closed, or cannot be written.
             StorageError: The disk failed. The next opening decides whether the rows are deleted.
         """
+
+
+class Shipping(Protocol):
+    """Ship a store to an object storage while it is open; see `expstore.cold.ship.Shipper`.
+
+    Threads: any number may call the methods.
+    """
+
+    def stats(self) -> dict[str, Any]:
+        """Return `rb.stats()["shipped"]`."""
+
+    def wait(self, seconds: float) -> None:
+        """Wait until all that was written before this call is shipped.
+
+        Raises:
+            LockedError: Another writer has claimed the address.
+            RemoteError: It was not shipped in time.
+        """
+
+    def close(self) -> None:
+        """Ship once more, for a limited time; the store is still open, and its lock is not held."""

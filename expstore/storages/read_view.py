@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
     from expstore.data.batch import Layout
     from expstore.storages.base import Storage
+    from expstore.storages.capabilities import Shipping
     from expstore.storages.format.manifest import Manifest
 
 
@@ -189,16 +190,18 @@ class Holder(Protocol):
 
 
 class Holders:
-    """Notify the buffers that use a storage when its content is replaced.
+    """What uses a storage: buffers, which it notifies when its content is replaced, and what ships it.
 
     The storage's lock is held during calls. References to buffers are weak, so that a dropped buffer can be
     garbage-collected.
     """
 
-    __slots__ = ("_known",)
+    __slots__ = ("_known", "shipping")
 
     def __init__(self) -> None:
         self._known: weakref.WeakSet[Holder] = weakref.WeakSet()
+        #: Ships the rows to an object storage; None: they are not shipped.
+        self.shipping: Shipping | None = None
 
     def add(self, holder: Holder) -> None:
         """Notify an object from now on."""

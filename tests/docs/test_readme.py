@@ -34,7 +34,7 @@ PAGES = (
 OTHERS = (
     "benchmarks", "capture", "changes", "cleanrl", "cluster", "comparison", "consumers", "datasets",
     "development", "durability", "errors", "faq", "format", "glossary", "http", "index", "installing",
-    "numpy", "page", "retention", "storages", "versions",
+    "numpy", "page", "retention", "shipping", "storages", "versions",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The blocks of docs/versions.md about S3 run, with a server; test_site.py runs the blocks above them."""
+"""The blocks of the pages about S3 run, with a server; test_site.py runs the others of docs/versions.md."""
 
 from __future__ import annotations
 
@@ -49,3 +49,27 @@ def test_the_blocks_run(
         listed = cli("versions", "list", "s3://bucket/run", "--json").json["versions"]
         assert [version["number"] for version in listed] == [3]
         assert (tmp_path / "copy-2.exp").is_dir()
+
+
+@pytest.mark.slow
+def test_the_block_about_shipping_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cli: Cli
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": __name__}
+    first = _blocks((ROOT / "docs" / "index.md").read_text(), "python")[0]
+    page = (ROOT / "docs" / "shipping.md").read_text()
+    (program,), (printed,) = _blocks(page, "python"), _blocks(page, "text")
+    with start_moto() as port, S3Server(port, "bucket") as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        exec(compile(first, "docs/index.md", "exec"), names)
+        capsys.readouterr()
+        exec(compile(program, "docs/shipping.md", "exec"), names)
+        assert capsys.readouterr().out == printed
+        done = cli("ship", "elsewhere.exp", "s3://bucket/run")
+        assert done.out.startswith("elsewhere.exp: all 600 rows are at s3://bucket/run"), done.err
+        restored = cli("ship", "third.exp", "s3://bucket/run", "--json").json
+        assert restored["shipped"]["rows"] == 600
+        assert cli("info", "third.exp", "--json").json["stores"][0]["shipped_to"] == "s3://bucket/run"
+        assert cli("ship", "none.exp", "s3://bucket/none").code

@@ -29,6 +29,7 @@ SECTIONS = {
     "damage": "Damaged files",
     "keep": "Retention, resizing",
     "version": "Versions",
+    "ship": "Shipping to object storage",
     "exchange": "Exports, imports, SQL over packed fields",
     "torchrl": "Programs for TorchRL",
     "server": "A server",

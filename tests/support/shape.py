@@ -33,7 +33,7 @@ LIMITS = {
     "public names of a storage": 60,
     "attributes of an open store's object": 30,
     "attributes of a base class written by a class in another file": 10,
-    "parameters of expstore.open": 16,
+    "parameters of expstore.open": 17,
     "parameters of the widest sampler": 16,
     "functions that a sample runs": 32,
     "files that a sample runs through": 13,

@@ -46,7 +46,7 @@ FORMER = (
 
 def test_open_has_few_parameters_of_its_own() -> None:
     parameters = inspect.signature(expstore.open).parameters
-    assert len(parameters) <= 16
+    assert len(parameters) <= 17
     assert not [one for one in parameters.values() if one.kind in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
 
 

@@ -193,6 +193,7 @@ const SECTIONS = [
       unsynced: now.unsynced_rows,
       age: now.last_sync_age,
       seconds: now.last_sync_seconds,
+      shipped: now.shipped,
       limiter: now.limiter,
       read_only: now.read_only,
     }),
@@ -230,7 +231,7 @@ function fieldTable(fields) {
 }
 
 /** @param {any} data */
-function writingFacts({ durability, unsynced, age, seconds, limiter, read_only: readOnly }) {
+function writingFacts({ durability, unsynced, age, seconds, shipped, limiter, read_only: readOnly }) {
   const promise = {
     sync: "sync: every extend survives a power cut",
     process: "process: every extend survives kill -9",
@@ -243,6 +244,13 @@ function writingFacts({ durability, unsynced, age, seconds, limiter, read_only: 
       ["Durability", promise ?? "unknown"],
       ["Unsynced rows", integer(unsynced)],
       ["Last sync", age === null ? "unknown" : `${ago(age)}, took ${duration(seconds)}`],
+      ...(shipped
+        ? [
+            ["Shipped to", shipped.url],
+            ["Not shipped", `${integer(shipped.rows_behind)} rows, ${duration(shipped.seconds_behind)}`],
+            ["Last problem of shipping", shipped.last_error ?? "none"],
+          ]
+        : []),
     ]),
     limiter
       ? [

@@ -15,7 +15,7 @@ from types import TracebackType
 from expstore.core.geometry import RingGeometry
 from expstore.disk.files import Disk, build_deleted_error
 from expstore.disk.writer_lock import WriterLock
-from expstore.errors import StateError, StorageError
+from expstore.errors import LockedError, StateError, StorageError
 
 _ENDLESS = sys.maxsize
 
@@ -34,7 +34,7 @@ class Health:
         lock_file: The writer's lock on it.
     """
 
-    __slots__ = ("_lock_file", "_path", "failure", "is_cut_off", "needs_recovery", "noting")
+    __slots__ = ("_lock_file", "_path", "failure", "fence", "is_cut_off", "needs_recovery", "noting")
 
     def __init__(self, path: Path, lock_file: WriterLock) -> None:
         self._path, self._lock_file = path, lock_file
@@ -42,6 +42,9 @@ class Health:
         self.noting = _Noting(self)
         #: The error of the failed fsync; None: no fsync has failed.
         self.failure: StorageError | None = None
+        #: Why nothing is written any more although the disk is sound: another machine has taken over the
+        #: address to which the store is shipped. None: none has.
+        self.fence: LockedError | None = None
         #: Whether the journal may contain records that memory does not know.
         self.needs_recovery = False
         #: Whether the columns were left in the middle of a write.
@@ -51,6 +54,11 @@ class Health:
     def is_sound(self) -> bool:
         """Whether memory and disk agree, as far as is known."""
         return self.failure is None and not self.needs_recovery
+
+    def check_fence(self) -> None:
+        """Raise LockedError if another machine has taken over the address to which the store is shipped."""
+        if self.fence is not None:
+            raise self.fence.at(f"{self._path} can no longer be written")
 
     def check(self) -> None:
         """Raise StateError if an fsync has failed before."""

@@ -808,6 +808,8 @@ class Store(Storage):
                 hint="open the store in the process that writes to it",
             )
         health = self.health
+        if health.fence is not None:
+            health.check_fence()
         if health.failure is not None:
             health.check()
         if health.needs_recovery:
@@ -823,20 +825,27 @@ class Store(Storage):
 
     @property
     def can_write(self) -> bool:
-        """Whether the store is open for writing and has not failed."""
+        """Whether the store is open for writing, has not failed, and is not fenced."""
+        return self._is_usable and self.health.fence is None
+
+    @property
+    def _is_usable(self) -> bool:
         return not self._closed and self.lock_file.held and self.health.is_sound
 
     def close(self) -> None:
         """Sync, record a clean close, and release the lock; a second call does nothing."""
         if self._closed:
             return
+        if self.holders.shipping is not None:
+            self.holders.shipping.close()
         closed = 0
         with self.lock:
             self.background.stop()
             try:
-                if self.can_write:
+                if self._is_usable:
                     self._complete_lineage()
-                    end_sessions(self, [self.episodes.session])
+                    if self.can_write:
+                        end_sessions(self, [self.episodes.session])
                     closed = self._finish()
             finally:
                 self._note_closed()
@@ -884,6 +893,8 @@ class Store(Storage):
     def _depart(self) -> None:
         """Flush what can be flushed before the process dies of a signal; other threads still run."""
         self.sync()
+        if self.holders.shipping is not None:
+            self.holders.shipping.wait(tuning.SIGTERM_SECONDS)
 
     def __del__(self) -> None:
         opened = "background" in vars(self) and self.background.running
@@ -914,6 +925,7 @@ class Store(Storage):
             "free_bytes": self.disk.free(self.path),
             "poisoned": None if self.health.failure is None else str(self.health.failure),
             "recovered": counters.recovered,
+            "shipped": None if self.holders.shipping is None else self.holders.shipping.stats(),
             "packed": {} if columns is None else columns.compression_ratios(),
         }
 

@@ -21,6 +21,8 @@ REDO = "redo"
 #: Former ids of rows, once rows got new ones.
 RENUMBERED = "renumbered"
 SEGMENTS = "segments"
+#: In a store that is shipped to an object storage: the claims under which its content was shipped.
+SHIPPED = "SHIPPED"
 STATE = "STATE"
 #: In a folder that is a snapshot, which has no writer.
 VERSION = "version.json"

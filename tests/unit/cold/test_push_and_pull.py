@@ -375,7 +375,7 @@ def test_forged_lists_of_files_are_refused(storage: WatchedStorage) -> None:
         *(({}, [path]) for path in outside),
         *(({"a": file}, []) for file in FORGED_FILES),
     ):
-        data = version_list._seal({"format": 1, "files": files, "folders": folders})
+        data = version_list.seal({"format": 1, "files": files, "folders": folders})
         version = RemoteVersion(
             number=1, tag=None, time=0, rows=0, episodes=0, files=1, bytes=0, new_parts=0, new_bytes=0,
             store="", push="0" * 22, source="", manifest=hashlib.sha256(data).hexdigest(),
@@ -536,7 +536,7 @@ def test_a_push_before_any_request_of_a_prune_harms_no_version(
 def _seal_list(storage: WatchedStorage, content: dict[str, Any]) -> None:
     """Replace the list of versions by one whose checksum matches."""
     content.pop("sha256", None)
-    storage.connect()._store.put(LIST, version_list._seal(content))
+    storage.connect()._store.put(LIST, version_list.seal(content))
 
 
 def test_forged_lists(rb: Buffer, storage: WatchedStorage, tmp_path: Path) -> None:
@@ -561,7 +561,7 @@ def test_a_version_of_a_thousand_folders(rb: Buffer, storage: WatchedStorage, tm
     listed = json.loads(storage.connect().read(manifest_key(found.versions[0])) or b"")
     listed.pop("sha256")
     listed["folders"].append("a/" * 1000)
-    sealed = version_list._seal(listed)
+    sealed = version_list.seal(listed)
     version = replace(found.versions[0], manifest=hashlib.sha256(sealed).hexdigest())
     bucket = storage.connect()
     bucket._store.put(manifest_key(version), sealed)

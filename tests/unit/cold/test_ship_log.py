@@ -1,0 +1,252 @@
+"""The protocol of shipping: several writers whose requests are interleaved, lost, delayed and repeated.
+
+The writers run the real `ShipLog`, and a schedule says whose request is next. After every request that
+changes an object, the newest manifest must continue everything that was confirmed, and all of its parts must
+exist.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from expstore.cold.ship_log import SHIPPED_MANIFESTS, Claim, ShipLog, ShippedState, part_key
+from expstore.cold.version_list import unseal
+from expstore.errors import LockedError, RemoteError
+
+#: How a request may go wrong; "" if it does not.
+TROUBLES = (*[""] * 20, "lost", "failed", "delayed", "repeated")
+
+
+class Schedule:
+    """Let one thread at a time run, which a function chooses before every request.
+
+    Args:
+        choose: Returns a number below its argument.
+    """
+
+    def __init__(self, choose: Callable[[int], int]) -> None:
+        self.choose = choose
+        self._threads: list[threading.Thread] = []
+        self._mine: dict[threading.Thread, threading.Semaphore] = {}
+        self._waiting: list[threading.Thread] = []
+        self._over = threading.Event()
+        self.errors: list[BaseException] = []
+
+    def run(self, programs: Sequence[Callable[[], None]]) -> None:
+        """Run programs until all have ended; raise what one of them has raised."""
+        self._threads = [threading.Thread(target=self._start, args=(one,), daemon=True) for one in programs]
+        for thread in self._threads:
+            self._mine[thread] = threading.Semaphore(0)
+        self._waiting = list(self._threads)
+        for thread in self._threads:
+            thread.start()
+        self._pass_on()
+        assert self._over.wait(60)
+        if self.errors:
+            raise self.errors[0]
+
+    def take(self) -> None:
+        """Wait for this thread's next turn."""
+        me = threading.current_thread()
+        self._waiting.append(me)
+        self._pass_on()
+        self._mine[me].acquire()
+
+    def _start(self, program: Callable[[], None]) -> None:
+        self._mine[threading.current_thread()].acquire()
+        try:
+            program()
+        except BaseException as exc:
+            self.errors.append(exc)
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        if self._waiting and not self.errors:
+            self._mine[self._waiting.pop(self.choose(len(self._waiting)))].release()
+        else:
+            self._over.set()
+
+
+class Objects:
+    """A bucket in memory, and the laws."""
+
+    def __init__(self, schedule: Schedule, troubles: Sequence[str]) -> None:
+        self.name = "s3://model"
+        self._schedule, self._troubles = schedule, troubles
+        self.objects: dict[str, bytes] = {}
+        self._delayed: list[Callable[[], Any]] = []
+        #: The rows of the last state that was confirmed.
+        self.confirmed: list[int] = []
+
+    # -- the laws
+
+    def newest(self) -> ShippedState | None:
+        keys = [key for key in self.objects if key.startswith(f"{SHIPPED_MANIFESTS}/")]
+        if not keys:
+            return None
+        content = unseal(zlib.decompress(self.objects[max(keys)]), "it")
+        del content["format"]
+        return ShippedState(**content)
+
+    def check(self) -> None:
+        newest = self.newest()
+        state = (newest and newest.state) or {"rows": [], "parts": []}
+        assert state["rows"][: len(self.confirmed)] == self.confirmed, "a confirmed state is not continued"
+        assert all(part_key(part) in self.objects for part in state["parts"]), "a part is missing"
+
+    # -- requests
+
+    def _request(self, act: Callable[[], Any]) -> Any:
+        self._schedule.take()
+        if self._delayed and self._schedule.choose(3) == 0:
+            self._delayed.pop(self._schedule.choose(len(self._delayed)))()
+            self.check()
+        trouble = self._troubles[self._schedule.choose(len(self._troubles))]
+        if trouble == "delayed":
+            self._delayed.append(act)
+        elif trouble != "failed":
+            found = act()
+            if trouble == "repeated":
+                found = act()
+            self.check()
+            if trouble != "lost":
+                return found
+        raise RemoteError("no answer")
+
+    def check_creates(self) -> None:
+        pass
+
+    def create(self, key: str, data: bytes) -> bool:
+        def act() -> bool:
+            return self.objects.setdefault(key, data) is data
+
+        return self._request(act)
+
+    def write(self, key: str, data: bytes) -> None:
+        self._request(lambda: self.objects.update({key: data}))
+
+    def read(self, key: str) -> bytes | None:
+        return self._request(lambda: self.objects.get(key))
+
+    def keys(self, prefix: str, after: str = "") -> Iterator[tuple[str, int]]:
+        inside = f"{prefix}/"
+        yield from self._request(
+            lambda: [(key, 0) for key in sorted(self.objects) if key.startswith(inside) and key > after]
+        )
+
+    def delete(self, keys: Sequence[str]) -> None:
+        keys = list(keys)
+        self._request(lambda: [self.objects.pop(key, None) for key in keys] and None)
+
+
+class Writer:
+    """Claim, restore, ship, and sweep, until fenced; then the same again."""
+
+    def __init__(self, objects: Objects, number: int, lives: int, rounds: int) -> None:
+        self._objects, self._number, self._lives, self._rounds = objects, number, lives, rounds
+        self._ids = itertools.count(1000 * number)
+
+    def run(self) -> None:
+        for life in range(self._lives):
+            self._log = ShipLog(self._objects)  # type: ignore[arg-type]
+            claim = Claim(nonce=f"{self._number}-{life}", host="h", pid=self._number, since=0.0)
+            try:
+                former, _ = self._log.find()
+                first = self._log.claim(former, claim)
+                self._restore(first)
+                for _ in range(self._rounds):
+                    try:
+                        self._ship()
+                    except LockedError:
+                        raise
+                    except RemoteError:
+                        self._sweep()  # the newest state may not be confirmed
+                        self._log.check()
+                        self._sweep()  # parts of the state that failed must not be deleted
+            except (LockedError, RemoteError):
+                continue
+
+    def _restore(self, first: ShippedState) -> None:
+        """Read the parts: one may be missing only if another writer has claimed the address meanwhile."""
+        for part in (first.state or {"parts": []})["parts"]:
+            if self._objects.read(part_key(part)) is None:
+                self._log.check()
+                raise AssertionError("a restore lacks a part")
+
+    def _ship(self) -> None:
+        former = (self._log.newest and self._log.newest.state) or {"rows": [], "parts": []}
+        part = self._log.name_part()
+        self._objects.write(part_key(part), b"")
+        # A ring of two parts: each state needs a new one, and drops one.
+        state = {"rows": [*former["rows"], next(self._ids)], "parts": [*former["parts"], part][-2:]}
+        self._log.commit(state, "uuid", 0.0)
+        assert state["rows"][: len(self._objects.confirmed)] == self._objects.confirmed
+        self._objects.confirmed = state["rows"]
+        self._objects.check()
+        self._sweep()
+
+    def _sweep(self) -> None:
+        self._log.sweep(lambda found: found["parts"])
+
+
+def _play(
+    choose: Callable[[int], int], writers: int, lives: int, rounds: int, troubles: Sequence[str]
+) -> Objects:
+    schedule = Schedule(choose)
+    objects = Objects(schedule, troubles)
+    schedule.run([Writer(objects, number, lives, rounds).run for number in range(1, writers + 1)])
+    return objects
+
+
+@pytest.mark.guarantee("ship/fencing")
+@pytest.mark.parametrize("block", [0, 1, pytest.param(2, marks=pytest.mark.torture)])
+def test_what_is_confirmed_is_continued_whatever_happens_to_requests(block: int) -> None:
+    shipped = 0
+    for seed in range(5000 if block == 2 else 150):
+        rng = random.Random(1_000_000 * block + seed)
+        objects = _play(rng.randrange, 2 + seed % 2, 2, 3, TROUBLES if seed % 3 else ("",))
+        shipped += len(objects.confirmed)
+    assert shipped > 100
+
+
+@pytest.mark.parametrize("rounds", [0, 1])
+def test_every_interleaving_of_two_claims_has_one_line_of_states(rounds: int) -> None:
+    """Two writers without troubles: all orders of their requests; of longer ones, the first 3,000."""
+    path: list[tuple[int, int]] = []  # choices and their numbers, the next path to try
+    for _ in range(3000):
+        steps = iter(path)
+        walked: list[tuple[int, int]] = []
+
+        def choose(count: int, steps: Iterator[tuple[int, int]] = steps, walked: Any = walked) -> int:
+            made = next(steps, (0, count))[0]
+            walked.append((made, count))
+            return made
+
+        objects = _play(choose, 2, 1, rounds, ("",))
+        assert rounds == 0 or objects.confirmed
+        while walked and walked[-1][0] + 1 == walked[-1][1]:
+            walked.pop()
+        if not walked:
+            return
+        walked[-1] = (walked[-1][0] + 1, walked[-1][1])
+        path = walked
+    assert rounds, "not all interleavings were tried"
+
+
+def test_a_claim_whose_answer_was_lost_is_recognized() -> None:
+    objects = Objects(Schedule(lambda count: 0), ("",))
+    objects._request = lambda act: act()  # type: ignore[method-assign]
+    create = objects.create
+    objects.create = lambda key, data: create(key, data) and create(key, data)  # type: ignore[method-assign]
+    log = ShipLog(objects)  # type: ignore[arg-type]
+    log.claim(0, Claim(nonce="a", host="h", pid=1, since=0.0))
+    log.commit({"rows": [1], "parts": []}, "uuid", 0.0)
+    with pytest.raises(LockedError, match="process 1 on h has claimed it since 1970"):
+        ShipLog(objects).claim(0, Claim(nonce="b", host="h", pid=2, since=0.0))  # type: ignore[arg-type]
