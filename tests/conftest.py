@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 from tests.support.case_selection import leave_the_rest
+from tests.support.jobs import is_forking, pytest_addoption, pytest_runtestloop  # noqa: F401 (hooks)
 from tests.support.paths import find_memory
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -43,6 +44,8 @@ def _die_without_farewell() -> None:
 
     And what they inherit is no garbage of theirs: a collection would copy the parent's memory page by page.
     """
+    if is_forking():
+        return
     gc.freeze()
     if module := sys.modules.get("expstore.storages.engine.store"):
         module.Store.__del__ = lambda kept: None
