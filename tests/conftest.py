@@ -87,10 +87,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
 
 
-def pytest_collection_finish() -> None:
-    """Let collections pass over what was imported: that is a million objects, a third of a second each."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let collections pass over what was imported: that is a million objects, a third of a second each.
+
+    Several jobs share the processes that fork programs, which take four seconds to start.
+    """
     gc.collect()
     gc.freeze()
+    if session.config.getoption("jobs") > 1 and session.items and not session.config.option.collectonly:
+        from tests.support import warm_processes, warm_sql
+
+        warm_processes.Forked.parent.start()
+        warm_sql.PARENT.start()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -16,12 +16,14 @@ import itertools
 import os
 import signal
 import struct
+import sys
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NoReturn
 
 import pytest
+from _pytest._io import TerminalWriter
 
 _NUMBER = struct.Struct("<H")
 
@@ -131,6 +133,7 @@ class _Run:
             config = self.session.config
             for name in ("terminalreporter", "cacheprovider", "lfplugin", "nfplugin"):  # the parent's part
                 config.pluginmanager.unregister(name=name)
+            config.pluginmanager.register(_Writer(), name="terminalreporter")
             capture: Any = config.pluginmanager.getplugin("capturemanager")
             capture.stop_global_capturing()  # forks would write into one file
             capture.start_global_capturing()
@@ -196,6 +199,13 @@ class _Reporter:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
         self._writer.send(("report", data))
+
+
+class _Writer:
+    """Writes what plugins print in a process: a test's timeout prints the stacks of its threads."""
+
+    def __init__(self) -> None:
+        self._tw = TerminalWriter(sys.__stderr__)
 
 
 def _receive(reader: Connection) -> tuple[str, Any] | None:

@@ -41,6 +41,10 @@ def test_fourth(here):
 def test_fifth():
     print("words")
     assert 1 == 2
+
+@pytest.mark.timeout(1)
+def test_sixth():
+    time.sleep(60)
 """
 OTHER = """
 import os
@@ -93,11 +97,13 @@ def test_a_process_that_dies_fails_its_test_and_no_other(tmp_path: Path) -> None
         "test_third": "failure",
         "test_fourth": "passed",
         "test_fifth": "failure",
+        "test_sixth": "failure",
     }
     assert "the process that ran this test ended with code 3" in text
+    assert "Timeout (>1.0s)" in text
     assert text.count("\nwords\n") == 1
     assert code == pytest.ExitCode.TESTS_FAILED
-    assert len(outcomes) == 5 + 41
+    assert len(outcomes) == 6 + 41
     assert [*outcomes.values()].count("skipped") == 1
 
 
