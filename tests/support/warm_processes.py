@@ -59,7 +59,9 @@ class Parent:
         self._modules, self._environment = modules, environment
         self._here: socket.socket | None = None
         self._process: subprocess.Popen[Any] | None = None
-        self._owner = 0
+        self._owner = self._starter = (
+            0  # ids of processes: the one that uses the socket, and the one that started it
+        )
         self._lock = threading.Lock()  # requests of two threads must not mix
 
     def fork(self, told: dict[str, Any], streams: Sequence[int]) -> tuple[int, int]:
@@ -85,12 +87,13 @@ class Parent:
         if self._owner == os.getpid():
             return
         inherited, (self._here, there) = self._here, socket.socketpair()
-        self._owner, self._process = os.getpid(), None
+        self._owner = os.getpid()
         with there:
             if inherited is not None:
                 socket.send_fds(inherited, [struct.pack("<I", 0)], [there.fileno()])
                 inherited.close()
                 return
+            self._starter = self._owner
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.support.warm_processes", str(there.fileno()), *self._modules],
                 cwd=ROOT,
@@ -103,7 +106,7 @@ class Parent:
     def _end(self) -> None:
         if self._owner == os.getpid() and self._here is not None:
             self._here.close()
-            if self._process is not None:
+            if self._process is not None and self._starter == self._owner:
                 self._process.wait()
 
 
