@@ -202,6 +202,24 @@ def short_flat_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "FLAT_SHARD_ROWS", 4096)
 
 
+@pytest.fixture(scope="module")
+def small_files() -> Iterator[None]:
+    """Set short shards and segments, few spare slots, and no background syncs."""
+    from expstore.core import tuning
+    from expstore.storages.engine import store
+    from tests.support.stores import NoKeeper
+    from tests.support.tuned import set_spare_slots
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("PACKED_SHARD_ROWS", "UNBOUNDED_PACKED_SHARD_ROWS"):
+            patch.setattr(tuning, name, 16)
+        patch.setattr(tuning, "ARROW_SEGMENT_BATCHES", 2)
+        patch.setattr(tuning, "FLAT_SHARD_ROWS", 4096)
+        set_spare_slots(patch, 16)
+        patch.setattr(store, "Keeper", NoKeeper)
+        yield
+
+
 @pytest.fixture
 def long_seed() -> int:
     """What the seeds of long tests start from: `make torture` gives each run another one."""
