@@ -9,10 +9,10 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --constraint constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-# Processes that run tests: one more than there are processors, as some tests wait; each takes 1 GB of memory.
+# Processes that run tests: one more than there are processors, as some tests wait; each takes half a GB of memory.
 JOBS ?= $(shell n=$$(( $$(nproc 2>/dev/null || echo 2) + 1 )); echo $$(( n < 8 ? n : 8 )))
 
-PYTEST = $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=10
+PYTEST = $(BIN)/python -m pytest -q --jobs $(JOBS)
 
 # Many short processes run here: they keep what they compile.
 unexport PYTHONDONTWRITEBYTECODE
@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 coverage: export COVERAGE_FILE := $(CURDIR)/build/coverage/lines
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv run test test-slow coverage torture soak lint format docs docs-serve bench bench-embed bench-check bench-smoke profile clean
+.PHONY: help .venv run test test-slow test-all coverage torture soak lint format docs docs-serve bench bench-embed bench-check bench-smoke profile clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z.-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 13
@@ -48,15 +48,18 @@ run: .venv/.run  ## collect CartPole into ./runs/cartpole.exp and train on it
 	@touch $@
 
 test: .venv .venv/.loops  ## run the tests, without those that take seconds each
-	$(PYTEST) -m "not slow and not torture"
+	$(PYTEST) --durations=10 -m "not slow and not torture"
 
 test-slow: .venv .venv/.loops  ## run the tests that `make test` leaves out: browsers, kills of whole programs
-	$(PYTEST) -m "slow and not torture"
+	$(PYTEST) --durations=10 -m "slow and not torture"
+
+test-all: .venv .venv/.loops  ## run the tests of `make test` and `make test-slow` together, which are collected once
+	$(PYTEST) --durations=20 -m "not torture"
 
 coverage: .venv .venv/.loops  ## say which lines no test runs, and how many changes of lines they notice (over an hour)
 	rm -rf build/coverage
 	mkdir -p build/coverage
-	$(BIN)/coverage run -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not torture" -o timeout=900
+	$(BIN)/coverage run -m pytest -q --jobs $(JOBS) -m "not torture" -o timeout=900
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --fail-under=95
 	$(BIN)/python -m tests.support.mutation_sample --each 2 --least 0.6 --modules expstore api --data $(COVERAGE_FILE)

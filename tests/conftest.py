@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 from tests.support.case_selection import leave_the_rest
+from tests.support.jobs import is_forking, pytest_addoption, pytest_runtestloop  # noqa: F401 (hooks)
 from tests.support.paths import find_memory
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -43,6 +44,8 @@ def _die_without_farewell() -> None:
 
     And what they inherit is no garbage of theirs: a collection would copy the parent's memory page by page.
     """
+    if is_forking():
+        return
     gc.freeze()
     if module := sys.modules.get("expstore.storages.engine.store"):
         module.Store.__del__ = lambda kept: None
@@ -84,10 +87,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
 
 
-def pytest_collection_finish() -> None:
-    """Let collections pass over what was imported: that is a million objects, a third of a second each."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let collections pass over what was imported: that is a million objects, a third of a second each.
+
+    Several jobs share the processes that fork programs, which take four seconds to start.
+    """
     gc.collect()
     gc.freeze()
+    if session.config.getoption("jobs") > 1 and session.items and not session.config.option.collectonly:
+        from tests.support import warm_processes, warm_sql
+
+        warm_processes.Forked.parent.start()
+        warm_sql.PARENT.start()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -189,6 +200,24 @@ def short_flat_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     from expstore.core import tuning
 
     monkeypatch.setattr(tuning, "FLAT_SHARD_ROWS", 4096)
+
+
+@pytest.fixture(scope="module")
+def small_files() -> Iterator[None]:
+    """Set short shards and segments, few spare slots, and no background syncs."""
+    from expstore.core import tuning
+    from expstore.storages.engine import store
+    from tests.support.stores import NoKeeper
+    from tests.support.tuned import set_spare_slots
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("PACKED_SHARD_ROWS", "UNBOUNDED_PACKED_SHARD_ROWS"):
+            patch.setattr(tuning, name, 16)
+        patch.setattr(tuning, "ARROW_SEGMENT_BATCHES", 2)
+        patch.setattr(tuning, "FLAT_SHARD_ROWS", 4096)
+        set_spare_slots(patch, 16)
+        patch.setattr(store, "Keeper", NoKeeper)
+        yield
 
 
 @pytest.fixture

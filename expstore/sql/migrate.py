@@ -129,7 +129,8 @@ def migrate(con: duckdb.DuckDBPyConnection, steps: list[Migration] | None = None
     for step in pending:
         try:
             con.begin()
-            _apply(con, step)
+            con.execute(step.sql)
+            _record(con, [step])
             con.commit()
             con.execute("CHECKPOINT")
         except duckdb.Error as exc:
@@ -148,21 +149,24 @@ def create(con: duckdb.DuckDBPyConnection, steps: list[Migration] | None = None)
     Raises:
         MigrationError: A step failed.
     """
-    for step in migrations() if steps is None else steps:
+    steps = migrations() if steps is None else steps
+    for step in steps:
         try:
-            _apply(con, step)
+            con.execute(step.sql)
         except duckdb.Error as exc:
             raise _build_error(step, exc) from exc
+    _record(con, steps)
 
 
-def _apply(con: duckdb.DuckDBPyConnection, step: Migration) -> None:
+def _record(con: duckdb.DuckDBPyConnection, steps: list[Migration]) -> None:
+    """Write down that steps were applied."""
     con.execute(
         f"CREATE TABLE IF NOT EXISTS {_RECORDS} "
         "(version BIGINT, name VARCHAR, checksum VARCHAR, applied TIMESTAMP)"
     )
-    con.execute(step.sql)
     now = datetime.now(UTC).replace(tzinfo=None)
-    con.execute(f"INSERT INTO {_RECORDS} VALUES (?, ?, ?, ?)", [step.version, step.name, step.checksum, now])
+    values = [value for step in steps for value in (step.version, step.name, step.checksum, now)]
+    con.execute(f"INSERT INTO {_RECORDS} VALUES {', '.join(['(?, ?, ?, ?)'] * len(steps))}", values)
 
 
 def _build_error(step: Migration, exc: duckdb.Error) -> MigrationError:

@@ -296,7 +296,7 @@ PHASES = (
 )
 
 
-def _copy(source: Path, target: Path) -> None:
+def copy_folder(source: Path, target: Path) -> None:
     """Copy a folder and preserve holes: shard files are mostly holes."""
     for folder, _, names in os.walk(source):
         here = target / Path(folder).relative_to(source)
@@ -434,7 +434,7 @@ class _Run:
             self.chance = random.Random(f"{self.seed}/{phase.name}/{at}")
             for cut in self._cuts():
                 base = self.folder / f"{at}-{cut}"
-                _copy(model, base)
+                copy_folder(model, base)
                 self._kill(phase, base / STORE, state, at, cut)
             if len(self.looks) >= TOGETHER:
                 self.look()
@@ -446,7 +446,7 @@ class _Run:
     def _trace(self, phase: Phase, model: Path, state: Ledger) -> list[str]:
         """Return all operations of a phase in their order."""
         base = self.folder / "whole"
-        _copy(model, base)
+        copy_folder(model, base)
         disk = KillingDisk(serial=True, syncs=self.syncs)
         pid, pipe = in_child(lambda out: _live(phase, base / STORE, state, phase.ops, disk, out, 0))
         lines = read_lines(pipe, lambda _: None, pid)

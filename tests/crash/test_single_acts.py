@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,29 +22,14 @@ from tensordict import NonTensorStack, TensorDict
 
 import expstore
 from expstore.buffers.tensordict import TensorDictReplayBuffer
-from expstore.core import tuning
 from expstore.disk.files import Disk, File
 from expstore.maintenance import verify
-from expstore.storages.engine import delete, store
+from expstore.storages.engine import delete
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.factory import open_storage
-from tests.support.stores import NoKeeper
-from tests.support.tuned import set_spare_slots
+from tests.crash.kill_points import copy_folder
 
-pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs", "small")]
-
-
-@pytest.fixture(scope="module")
-def small() -> Iterator[None]:
-    """Set short shards and segments, few spare slots, and no background syncs."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("PACKED_SHARD_ROWS", "UNBOUNDED_PACKED_SHARD_ROWS"):
-            patch.setattr(tuning, name, 16)
-        patch.setattr(tuning, "ARROW_SEGMENT_BATCHES", 2)
-        patch.setattr(tuning, "FLAT_SHARD_ROWS", 4096)
-        set_spare_slots(patch, 16)
-        patch.setattr(store, "Keeper", NoKeeper)
-        yield
+pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs", "small_files")]
 
 
 # -- states ----------------------------------------------------------------------------------------------
@@ -149,25 +134,6 @@ class CopyingDisk(Disk):
         super()._do(act, path, call)
         if act not in ("sync", "sync_dir"):
             self.take(act, path)
-
-
-def copy_folder(source: Path, target: Path) -> None:
-    """Copy a folder; holes remain holes."""
-    for folder, _, names in os.walk(source):
-        here = target / Path(folder).relative_to(source)
-        here.mkdir(parents=True)
-        for name in names:
-            with open(Path(folder) / name, "rb") as old, open(here / name, "wb") as new:
-                size, at = os.fstat(old.fileno()).st_size, 0
-                new.truncate(size)
-                while at < size:
-                    try:
-                        at = os.lseek(old.fileno(), at, os.SEEK_DATA)
-                    except OSError:
-                        break
-                    end = os.lseek(old.fileno(), at, os.SEEK_HOLE)
-                    os.pwrite(new.fileno(), os.pread(old.fileno(), end - at, at), at)
-                    at = end
 
 
 # -- stores ----------------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
-"""The example with workers continues after kill -9 and Ctrl-C, with the store's rows and the checkpoint."""
+"""The example with workers continues after kill -9 and Ctrl-C, with the store's rows and the checkpoint.
+
+Its arguments, and a checkpoint that cannot be saved, are in test_example_learners.py.
+"""
 
 from __future__ import annotations
 
-import os
-import runpy
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,6 @@ import torch
 
 import expstore
 from tests.support.example_runs import Run, check_episodes, flatten_state, run_example, stop_example
-from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.slow  # each trains, and is killed and continued
 
@@ -128,50 +128,3 @@ def test_ctrl_c_saves_a_checkpoint(tmp_path: Path) -> None:
     assert f"{CHECKPOINT} is of row" in run.text
     assert "but the store has had only 0 rows" in run.text
     assert "Traceback" not in run.text
-
-
-@pytest.fixture(scope="module")
-def example() -> dict[str, Any]:
-    return runpy.run_path(str(ROOT / "examples" / EXAMPLE))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--workers", "0"], "argument --workers: must be at least 1, got 0"),
-        (["--seed", "-1"], "argument --seed: must be at least 0, got -1"),
-        (["--tau", "1.5"], "argument --tau: must be between 0 and 1, got 1.5"),
-        (
-            ["--learning-starts", "60", "--buffer-size", "50"],
-            "--learning-starts: must be at most --buffer-size",
-        ),
-    ],
-)
-def test_wrong_arguments_are_refused(
-    example: dict[str, Any],
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        example["main"](["--path", str(tmp_path / "a.exp"), *arguments])
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_failed_save_keeps_the_old_checkpoint(
-    example: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / CHECKPOINT
-    example["save_checkpoint"](path, {"rows": 1})
-
-    def fail(fd: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", fail)
-        with pytest.raises(OSError, match="No space"):
-            example["save_checkpoint"](path, {"rows": 2})
-    assert example["load_checkpoint"](path, 1) == {"rows": 1}

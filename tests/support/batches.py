@@ -6,6 +6,7 @@ wrote. Numbers count from `start`; the id of a row in a new store is its number 
 - `numbered_rows`: one field with the number of each row, and fields of your own.
 - `transitions`: `observation`, `action` and `next`, as the fixture `make_batch` returns them.
 - `episode_rows`: numbered rows; every `length`-th row ends an episode.
+- `observed_episode`: an episode whose observations are the numbers of its rows.
 - `steps`: numbered steps of one episode; the last step may end it.
 - `trajectory_rows`: steps of one named trajectory; `x` is `trajectory * 1000 + step`.
 - `whole_trajectories`: complete trajectories of given lengths, one after another.
@@ -84,6 +85,13 @@ def transitions(count: int, *, start: int = 0, episode_length: int = 0) -> Tenso
         **_flags(_every(number, episode_length)),
     }
     return TensorDict({"observation": observation(number), "action": number % 3, "next": after}, [count])
+
+
+def observed_episode(count: int, start: int = 0) -> TensorDict:
+    """Return an episode whose observations, f32[1], are the numbers of its rows. Batch size `[count]`."""
+    seen = torch.arange(start, start + count)[:, None].float()
+    done = (torch.arange(count) == count - 1)[:, None]
+    return TensorDict({"observation": seen, "next": {"done": done, "terminated": done}}, [count])
 
 
 def episode_rows(

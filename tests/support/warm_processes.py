@@ -23,6 +23,7 @@ import sys
 import threading
 import traceback
 import types
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -47,6 +48,8 @@ _IMPORTS = (
 class Parent:
     """A process that has imported modules; it starts with the first program, and ends with this process.
 
+    A fork of this process gets a fork of that one.
+
     Args:
         modules: Names of the modules.
         environment: Environment of the process, with that of the tests; programs get their own.
@@ -56,7 +59,9 @@ class Parent:
         self._modules, self._environment = modules, environment
         self._here: socket.socket | None = None
         self._process: subprocess.Popen[Any] | None = None
-        self._owner = 0
+        self._owner = self._starter = (
+            0  # ids of processes: the one that uses the socket, and the one that started it
+        )
         self._lock = threading.Lock()  # requests of two threads must not mix
 
     def fork(self, told: dict[str, Any], streams: Sequence[int]) -> tuple[int, int]:
@@ -67,19 +72,28 @@ class Parent:
         try:
             data = json.dumps(told).encode()
             with self._lock:
-                if self._here is None or self._owner != os.getpid():
-                    self._begin()
+                self.start()
                 assert self._here is not None
-                socket.send_fds(self._here, [struct.pack("<I", len(data))], [*streams, end])
-                self._here.sendall(data)
+                request = struct.pack("<I", len(data)) + data
+                # In one call: a fork of this process may ask through the same socket.
+                sent = socket.send_fds(self._here, [request], [*streams, end])
+                self._here.sendall(request[sent:])
         finally:
             os.close(end)
         return _STATUS.unpack(_read(ended, _STATUS.size))[0], ended
 
-    def _begin(self) -> None:
-        self._here, there = socket.socketpair()
+    def start(self) -> None:
+        """Start the process unless it runs."""
+        if self._owner == os.getpid():
+            return
+        inherited, (self._here, there) = self._here, socket.socketpair()
         self._owner = os.getpid()
         with there:
+            if inherited is not None:
+                socket.send_fds(inherited, [struct.pack("<I", 0)], [there.fileno()])
+                inherited.close()
+                return
+            self._starter = self._owner
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.support.warm_processes", str(there.fileno()), *self._modules],
                 cwd=ROOT,
@@ -90,15 +104,17 @@ class Parent:
         atexit.register(self._end)
 
     def _end(self) -> None:
-        if self._owner == os.getpid() and self._here is not None and self._process is not None:
+        if self._owner == os.getpid() and self._here is not None:
             self._here.close()
-            self._process.wait()
+            if self._process is not None and self._starter == self._owner:
+                self._process.wait()
 
 
 class Forked(subprocess.Popen[Any]):
     """A process with the interface of `subprocess.Popen`, for `[sys.executable, ...]`."""
 
-    parent = Parent(_IMPORTS, {"OMP_NUM_THREADS": "1"})
+    #: Large pages make forks cheap (ignored on other systems).
+    parent = Parent(_IMPORTS, {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"})
     _ended = -1
 
     def _execute_child(self, args: Any, *more: Any) -> None:
@@ -180,7 +196,16 @@ def _serve(here: socket.socket) -> dict[str, Any] | None:
         head, fds, _, _ = socket.recv_fds(here, 4, 8)
         if not head:
             return None
-        told: dict[str, Any] = json.loads(_read(here.fileno(), struct.unpack("<I", head)[0]))
+        (length,) = struct.unpack("<I", head)
+        if not length:  # a fork of the process that asks, which will ask a fork of this one
+            asking = socket.socket(fileno=fds[0])
+            if os.fork():
+                asking.close()
+            else:
+                here.close()
+                here = asking
+            continue
+        told: dict[str, Any] = json.loads(_read(here.fileno(), length))
         *streams, end = fds
         if not os.fork():  # the parent of the program, which reports its end
             here.close()
@@ -203,6 +228,8 @@ def _serve(here: socket.socket) -> dict[str, Any] | None:
 
 def _become(told: dict[str, Any]) -> NoReturn:
     """Run the program in this process, and exit like Python, without tearing down imported modules."""
+    # Of the imported modules, mostly Numba's: thousands, which would touch their memory at the end.
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
     os.environ.clear()
     os.environ.update(told["environment"])
     os.chdir(told["folder"])

@@ -29,8 +29,12 @@ sys.argv[1] = json.dumps(json.loads(sys.argv[1]) | {"parent": os.getppid()})
 """
 
 
+#: The process that has imported what the processes for untrusted SQL need.
+PARENT = Parent(_IMPORTS, pool._ENVIRONMENT)
+
+
 class _Child(Forked):
-    parent = Parent(_IMPORTS, pool._ENVIRONMENT)
+    parent = PARENT
 
     def __init__(self, args: list[str], **more: Any) -> None:
         *_, boot, told = args

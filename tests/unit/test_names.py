@@ -39,6 +39,13 @@ RETIRED_WORDS = {
     "turns": "laps, draws, cycles",
 }
 
+#: Finds a retired word wherever an identifier may have it: most files have none, and need not be parsed.
+ANYWHERE = re.compile(
+    rf"(?<![a-z])(?:{'|'.join(RETIRED_WORDS)})(?![a-z])"
+    rf"|(?:{'|'.join(word.capitalize() for word in RETIRED_WORDS)})(?![a-z])"
+    rf"|{'|'.join(word.upper() for word in RETIRED_WORDS)}"
+)
+
 FOLDERS = ("api", "benchmarks", "examples", "expstore", "tests")
 
 
@@ -57,6 +64,8 @@ def split_words(name: str) -> set[str]:
 
 def find_retired(module: str, source: str) -> Iterator[str]:
     """Yield a message for each identifier with a retired word."""
+    if not ANYWHERE.search(f"{module} {source}"):
+        return
     for line, name in [(0, module), *find_identifiers(ast.parse(source))]:
         for word in sorted(split_words(name) & RETIRED_WORDS.keys()):
             yield f"{line}: {name}: instead of {word!r} use {RETIRED_WORDS[word]}"
@@ -118,8 +127,14 @@ ALLOWED = {
 }
 
 
+#: Finds a function whose name may be one.
+DEFINED = re.compile(rf"def _*(?:[a-z]+ed|{'|'.join(IRREGULAR)})(?![a-z])")
+
+
 def find_participles(source: str) -> Iterator[str]:
     """Yield a message for each function, except properties, whose name begins with a past participle."""
+    if not DEFINED.search(source):
+        return
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name in ALLOWED:
             continue

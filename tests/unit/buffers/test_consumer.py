@@ -38,6 +38,7 @@ from expstore.errors import (
 )
 from expstore.storages.format import draw_log
 from expstore.storages.format.draw_log import DrawLog
+from tests.support.batches import observed_episode as rows
 from tests.support.batches import same
 from tests.support.draw_sequences import BATCH, CAPACITY, SAMPLERS, sampler_rows, short_rings
 from tests.support.forks import in_child
@@ -48,13 +49,6 @@ pytestmark = [
 ]
 
 KINDS = SAMPLERS
-
-
-def rows(count: int, start: int = 0) -> TensorDict:
-    """An episode of rows whose numbers are their ids less one."""
-    seen = torch.arange(start, start + count)[:, None].float()
-    done = (torch.arange(count) == count - 1)[:, None]
-    return TensorDict({"observation": seen, "next": {"done": done, "terminated": done}}, [count])
 
 
 @pytest.fixture

@@ -12,25 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
 import expstore
 from expstore.buffers.draw_server import DrawServer, Question
 from expstore.errors import ArgumentError, NotReadyError, RowsChangedError, StateError
+from tests.support.batches import observed_episode as rows
 
 pytestmark = [
     pytest.mark.usefixtures("no_syncs", "no_index_on_close"),
     pytest.mark.filterwarnings("ignore:.*set_vital"),
 ]
-
-
-def rows(count: int, start: int = 0) -> TensorDict:
-    """An episode of rows whose numbers are their ids less one."""
-    seen = torch.arange(start, start + count)[:, None].float()
-    done = (torch.arange(count) == count - 1)[:, None]
-    return TensorDict({"observation": seen, "next": {"done": done, "terminated": done}}, [count])
 
 
 def numbers(batch: Any) -> list[int]:

@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from tensordict import TensorDict
 
 import expstore
 from expstore import ConsumingSampler, Retain
@@ -24,6 +22,7 @@ from expstore.errors import NotReadyError, RowsChangedError, StorageError
 from expstore.storages.engine.delete import Deletion
 from expstore.storages.format import draw_log
 from expstore.storages.format.draw_log import NO_PROGRESS, DrawLog, Use
+from tests.support.batches import observed_episode as rows
 from tests.support.forks import in_child
 
 pytestmark = pytest.mark.usefixtures("no_syncs", "no_index_on_close")
@@ -35,13 +34,6 @@ SHORT = 600  # bytes of a segment: three draws of 8 rows
 def short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
     """A ring of 64 rows has 80 slots, so that new rows soon have the slots of older ones."""
     monkeypatch.setattr(tuning, "SPARE_SLOTS", 16)
-
-
-def rows(count: int, start: int = 0) -> TensorDict:
-    """An episode of rows whose numbers are their ids less one."""
-    seen = torch.arange(start, start + count)[:, None].float()
-    done = (torch.arange(count) == count - 1)[:, None]
-    return TensorDict({"observation": seen, "next": {"done": done, "terminated": done}}, [count])
 
 
 def fill(path: Path, count: int = 100, **options: Any) -> Any:

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict
 
 import expstore
 from expstore.disk.files import Disk
 from expstore.errors import ArgumentError, CorruptionError, NotReadyError, RowsChangedError, StateError
 from expstore.storages.format.ranks import Ranks
+from tests.support.batches import observed_episode as rows
 from tests.support.draw_sequences import BATCH, CAPACITY, SAMPLERS, sampler_rows, short_rings
 from tests.support.forks import collect_from_child
 
@@ -28,13 +28,6 @@ pytestmark = [
 ]
 
 KINDS = {name: make for name, make in SAMPLERS.items() if not name.startswith("consuming")}
-
-
-def rows(count: int, start: int = 0) -> TensorDict:
-    """An episode of rows whose numbers are their ids less one."""
-    seen = torch.arange(start, start + count)[:, None].float()
-    done = (torch.arange(count) == count - 1)[:, None]
-    return TensorDict({"observation": seen, "next": {"done": done, "terminated": done}}, [count])
 
 
 def numbers(batch: Any) -> list[int]:

@@ -11,7 +11,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from tensordict import TensorDict
 
 import expstore
 from expstore.errors import (
@@ -22,15 +21,10 @@ from expstore.errors import (
     RowsChangedError,
     StorageError,
 )
+from tests.support.batches import observed_episode as rows
 from tests.support.forks import in_child
 
 pytestmark = pytest.mark.usefixtures("no_syncs", "no_index_on_close")
-
-
-def rows(count: int, start: int = 0) -> TensorDict:
-    seen = torch.arange(start, start + count)[:, None].float()
-    done = (torch.arange(count) == count - 1)[:, None]
-    return TensorDict({"observation": seen, "next": {"done": done, "terminated": done}}, [count])
 
 
 @pytest.fixture

@@ -297,22 +297,27 @@ def test_every_trajectory_once_per_pass(shape: str, length: int, strict: bool) -
             run_of[id_of[row]], step_of[id_of[row]] = number, step
     places = np.array([len(run) for run in runs]) - wholes + 1
     sides = [even_chances(len(runs)), *map(even_chances, places.tolist())]
-    counts = np.zeros((2 + len(runs), 2), np.int64)  # who comes first, who comes last, and where in each run
     while not sampler.ran_out:  # to the end of a pass that may have begun
         kept.rb.sample(length)
-    draws = Draws(1)
-    for number in range(max(draws_needed(side, one_off(side)) for side in sides if side.all())):
-        chosen = sampler.sample(storage, length * len(runs), draws.generator(number)).ids
-        found, steps = run_of[chosen], step_of[chosen]
-        begins = np.flatnonzero(np.append(True, found[1:] != found[:-1]))
-        order, lengths = found[begins], np.diff(np.append(begins, chosen.size))
-        assert (np.sort(order) == np.arange(len(runs))).all(), "not every run once"
-        assert (lengths == wholes[order]).all()
-        assert (steps == np.repeat(steps[begins] - begins, lengths) + np.arange(steps.size)).all()
-        half = len(runs) // 2
-        counts[0, int(order[0] >= half)] += 1
-        counts[1, int(order[-1] >= half)] += 1
-        counts[2 + order, (steps[begins] >= (places // 2)[order]).astype(np.int64)] += 1
+    draws, passes = Draws(1), max(draws_needed(side, one_off(side)) for side in sides if side.all())
+    size = length * len(runs)
+    chosen = np.stack(
+        [sampler.sample(storage, size, draws.generator(number)).ids for number in range(passes)]
+    )
+    found, steps = run_of[chosen], step_of[chosen]
+    begins = np.diff(found, axis=1, prepend=-1) != 0
+    assert (begins.sum(1) == len(runs)).all()
+    order, first = found[begins].reshape(passes, -1), steps[begins].reshape(passes, -1)
+    at = np.nonzero(begins)[1].reshape(passes, -1)
+    lengths = np.diff(at, axis=1, append=chosen.shape[1])
+    assert (np.sort(order, axis=1) == np.arange(len(runs))).all(), "not every run once"
+    assert (lengths == wholes[order]).all()
+    since = np.repeat((first - at).ravel(), lengths.ravel()).reshape(chosen.shape)
+    assert (steps == since + np.arange(chosen.shape[1])).all()
+    half = len(runs) // 2
+    later = [order[:, 0] >= half, order[:, -1] >= half]  # who comes first and last, and where in each run
+    later += [first[order == run] >= places[run] // 2 for run in range(len(runs))]
+    counts = [np.bincount(one, minlength=2) for one in later]
     for side, found in zip([sides[0], *sides], counts, strict=True):
         if side.all():
             assert chi_square(found, side) < limit_of(2)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +17,16 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 import expstore
-from expstore.core import tuning
 from expstore.disk.files import Disk
 from expstore.errors import LockedError, StorageError
 from expstore.maintenance import repair, verify
-from expstore.storages.engine import store
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.factory import ArrowStorage, ZarrStorage
 from tests.crash.killing_disks import KillingDisk
 from tests.support.gated_disk import GatedDisk, refuse
-from tests.support.stores import NoKeeper, read_files
-from tests.support.tuned import set_spare_slots
+from tests.support.stores import read_files
 
-pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs", "small")]
+pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs", "small_files")]
 
 PACKED = {"columns": "flat", "fields": {"frame": {"layout": "packed", "rows": 4}}}
 LAYOUTS: dict[str, Any] = {
@@ -42,19 +39,6 @@ KINDS = [
     for layout in LAYOUTS
     for size, name in ((48, "ring"), (None, "growing"))
 ]
-
-
-@pytest.fixture(scope="module")
-def small() -> Iterator[None]:
-    """Set short shards and segments, few spare slots, and no background syncs."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("PACKED_SHARD_ROWS", "UNBOUNDED_PACKED_SHARD_ROWS"):
-            patch.setattr(tuning, name, 16)
-        patch.setattr(tuning, "ARROW_SEGMENT_BATCHES", 2)
-        patch.setattr(tuning, "FLAT_SHARD_ROWS", 4096)
-        set_spare_slots(patch, 16)
-        patch.setattr(store, "Keeper", NoKeeper)
-        yield
 
 
 def rows(first: int, count: int, layout: str) -> TensorDict:
