@@ -51,7 +51,9 @@ class Conversation(BaseModel):
     )
 
     rows: list[RowMessages] = Field(description="Rows that are in the store, by step.")
-    next: int | None = Field(description="The step with which the next request starts; null: there is none.")
+    next: int | None = Field(
+        description="The step with which the next request starts; null: this was the last one."
+    )
 
 
 def read_conversation(
@@ -105,7 +107,8 @@ def _place_of(schema: Schema, name: str) -> int:
             return place
     known = ", ".join(key_name(schema.keys[place]) for place in fitting)
     raise SchemaError(
-        f"no field {name[:100]!r} of lists of texts", hint=f"there are {known}" if known else "there is none"
+        f"no field {name[:100]!r} of lists of texts",
+        hint=f"there are {known}" if known else "it has no such field",
     )
 
 

@@ -194,7 +194,7 @@ class _Peak(NamedTuple):
         score: Its absolute value.
         members: The members of the group that were searched. Shape `(n,)`.
         begin: The first of them after the moment.
-        end: The first one that is as before again; `n` if there is none.
+        end: The first one that is as before again, otherwise `n`.
         near: Number of episodes before the moment, and after it, that show the change.
     """
 

@@ -40,8 +40,8 @@ export async function render(root, context) {
   replace(
     root,
     head,
-    changes,
     series,
+    changes, // below the curves, which must not move when it appears
     drawGroups(context),
     h("div.grid", null, ages.element, priorities.element, sampled.element),
     h(

@@ -65,7 +65,7 @@ def _make_trouble(kind: str, server: S3Server) -> None:
 @pytest.mark.guarantee("ship/fencing")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["429", "503", "lost", "late"])
-def test_troubles_lose_nothing_and_fence_nobody(
+def test_troubles_lose_nothing_and_fence_no_writer(
     kind: str, tmp_path: Path, server: S3Server, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three disks one after another, each of which restores; each clock is 400 days off the one before."""
