@@ -236,6 +236,14 @@ function writingFacts({ durability, unsynced, age, seconds, shipped, limiter, re
     sync: "sync: every extend survives a power cut",
     process: "process: every extend survives kill -9",
   }[/** @type {string} */ (durability)];
+  /** @type {[string, any][]} */
+  const shipping = shipped
+    ? [
+        ["Shipped to", shipped.url],
+        ["Not shipped", `${integer(shipped.rows_behind)} rows, ${duration(shipped.seconds_behind)}`],
+        ["Last problem of shipping", shipped.last_error ?? "none"],
+      ]
+    : [];
   return [
     readOnly
       ? h("p.hint", null, "This server only reads the store; what its writer has not told others is unknown.")
@@ -244,13 +252,7 @@ function writingFacts({ durability, unsynced, age, seconds, shipped, limiter, re
       ["Durability", promise ?? "unknown"],
       ["Unsynced rows", integer(unsynced)],
       ["Last sync", age === null ? "unknown" : `${ago(age)}, took ${duration(seconds)}`],
-      ...(shipped
-        ? [
-            ["Shipped to", shipped.url],
-            ["Not shipped", `${integer(shipped.rows_behind)} rows, ${duration(shipped.seconds_behind)}`],
-            ["Last problem of shipping", shipped.last_error ?? "none"],
-          ]
-        : []),
+      ...shipping,
     ]),
     limiter
       ? [
