@@ -18,7 +18,7 @@ from tests.support.servers import serving
 #: Fields of the settings that are no limits, or have an option of their own.
 _OTHERS = {
     "path", "read_only", "token", "read_token", "hosts", "sql", "ui", "min_size", "samples_per_insert",
-    "error_buffer", "capture", "clock",
+    "error_buffer", "capture", "ship", "clock",
 }  # fmt: skip
 
 

@@ -40,6 +40,7 @@ def _record_first(kept: Any, rows: Rows, checksum: Callable[[int], int]) -> None
     """Append the record, and let a sync cover it, before the rows are written."""
     state, write = kept.state, _BatchWrite(kept, rows)
     skipped = write._skipped = kept._reserve(rows)
+    priority = write._priority = state.priorities.largest
     for slot, _, n in kept.geometry.runs(rows.first_id + skipped, rows.count - skipped):
         state.columns.ensure(slot + n)  # a sync computes checksums of the columns
     write._payload = Payload(checksum(skipped))
@@ -48,7 +49,7 @@ def _record_first(kept: Any, rows: Rows, checksum: Callable[[int], int]) -> None
         write.commit(state, (kept.manifest.generation, sequence))
     kept.shared.publish(rows.last_id, sequence, drained=True)
     kept.sync()
-    state.put(state.columns, rows, skipped, kept.geometry)
+    state.put(state.columns, rows, skipped, kept.geometry, priority)
 
 
 def break_journal_first() -> None:

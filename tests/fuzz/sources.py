@@ -289,7 +289,7 @@ def _forge_versions(file: Path, rng: random.Random) -> None:
 
     data = json.loads(file.read_text())
     del data["sha256"]
-    sealed = version_list._seal(forge_json(data, rng))
+    sealed = version_list.seal(forge_json(data, rng))
     if file.name != "versions.json":  # the list has the checksum of the list of files
         import hashlib
 
@@ -298,7 +298,7 @@ def _forge_versions(file: Path, rng: random.Random) -> None:
         about = json.loads(listed.read_text())
         del about["sha256"]
         about["versions"][0]["manifest"] = digest
-        listed.write_bytes(version_list._seal(about))
+        listed.write_bytes(version_list.seal(about))
         file = file.with_name(f"{digest}.json")
     file.write_bytes(sealed)
 
