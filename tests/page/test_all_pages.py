@@ -59,8 +59,8 @@ MARKS = {
     "no such episode": "has no episode 12345", "sql": "Nothing was asked yet", "sql result": "5 rows",
     "two episodes": "first differs", "no two episodes": "No two ended episodes",
     "hostile pair": "window.broken",
-    "groups": "there are none", "splits": "best beside worst", "hostile selections": "there are none",
-    "annotations": "there are none", "consumers": "there are none", "hostile lineage": "collect",
+    "groups": "has no groups", "splits": "best beside worst", "hostile selections": "has no selections",
+    "annotations": "has no annotations", "consumers": "has no consumers", "hostile lineage": "collect",
     "sampling": "Rows that match", "hostile sampling": "Rows to draw from",
     "empty store": "No episode has ended yet", "compare nothing": "No store is chosen",
 }  # fmt: skip

@@ -34,7 +34,7 @@ const LISTS = [
     ) => `SELECT group_id AS "Group", key AS "Key", status AS "Status", reason AS "Reason", size AS "Members",
 mean_return AS "Mean return", std_return AS "Deviation", min_version AS "Oldest version", end_time AS "Ended", members
 FROM groups WHERE list_has_any(members, (SELECT list(episode_id) FROM (${chosen(condition)}))) ORDER BY group_id DESC`,
-    hint: "Stores have groups if they are opened with EpisodeKeys(group=).",
+    hint: 'Stores have groups if they are opened with episodes={"group": ...}.',
     episodes: (row) => `episode_id IN (${row.members.map(Number).join(", ")})`,
   },
   {
@@ -165,7 +165,9 @@ export async function render(root, context) {
 function drawList(store, { title: name, hint, episodes }, { columns, rows }, filter, colours) {
   if (!rows.length)
     return emptyState(
-      hasFilter(filter.current()) ? `${name}: nothing matches the filter.` : `${name}: there are none.`,
+      hasFilter(filter.current())
+        ? `No ${name.toLowerCase()} match the filter.`
+        : `The store has no ${name.toLowerCase()}.`,
       hint,
     );
   const query = (/** @type {any[]} */ row) => {
