@@ -85,6 +85,8 @@ class Node:
     def _listen(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
+            if not line.endswith("\n"):
+                return  # the kill has cut it
             word, *values = line.split()
             numbers = [int(value) for value in values]
             if word == "draw":
