@@ -91,12 +91,15 @@ def measure_signal(rows: Array, spans: Spans) -> dict[str, Floats]:
         fine, pairs = (np.all(each, axis=1, keepdims=True) for each in (fine, pairs))
     np.abs(steps, out=steps)
     count = np.maximum(1, spans.sums(fine))
-    level = spans.sums(np.where(fine, values, 0.0)) / count
-    values -= spans.spread_out(level)
+    first = values[spans.starts]
+    values -= spans.spread_out(first)  # so that the spread of one value in all steps is 0, not rounding
+    values[~fine] = 0.0
+    mean = spans.sums(values) / count
+    values -= spans.spread_out(mean)
     values[~fine] = 0.0
     moves = np.maximum(1, spans.sums(pairs))
     return {
-        "level": level,
+        "level": first + mean,
         "spread": np.sqrt(spans.sums(values * values) / count),
         "still": spans.sums(pairs & (steps == 0.0)) / moves,
         "change": spans.sums(steps) / moves,

@@ -59,6 +59,12 @@ def test_measures_follow_scale_and_offset(signal: Any) -> None:
             np.testing.assert_allclose(found, once[name] + (7.0 if name == "level" else 0.0), atol=1e-9)
 
 
+def test_the_spread_of_one_value_is_zero() -> None:
+    found = measure_signal(np.full(SPANS.rows, 0.1), SPANS)  # its sums are rounded
+    assert not found["spread"].any()
+    assert (found["level"] == 0.1).all()
+
+
 def test_a_stop_a_jump_and_a_value_that_is_not_finite() -> None:
     rows = np.arange(12.0).reshape(12, 1)
     rows[6:, 0] = 5.0  # the second of two episodes stands still
