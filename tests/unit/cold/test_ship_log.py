@@ -240,6 +240,25 @@ def test_every_interleaving_of_two_claims_has_one_line_of_states(rounds: int) ->
     assert rounds, "not all interleavings were tried"
 
 
+def _make_logs(count: int) -> list[ShipLog]:
+    """Return writers at one address whose requests all succeed."""
+    objects = Objects(Schedule(lambda count: 0), ("",))
+    objects._request = lambda act: act()  # type: ignore[method-assign]
+    return [ShipLog(objects) for _ in range(count)]  # type: ignore[arg-type]
+
+
+def test_what_a_fenced_writer_uploads_later_is_never_continued() -> None:
+    former, second, third = _make_logs(3)
+    former.claim(0, Claim(nonce="a", host="h", pid=1, since=0.0))
+    former.commit({"rows": [1], "parts": []}, "uuid", 0.0)
+    second.claim(1, Claim(nonce="b", host="h", pid=2, since=0.0))  # and ships nothing
+    with pytest.raises(LockedError, match="process 2 on h"):
+        former.commit({"rows": [1, 2], "parts": []}, "uuid", 0.0)
+    continued = third.claim(2, Claim(nonce="c", host="h", pid=3, since=0.0)).state
+    assert continued is not None
+    assert continued["rows"] == [1]
+
+
 def test_a_claim_whose_answer_was_lost_is_recognized() -> None:
     objects = Objects(Schedule(lambda count: 0), ("",))
     objects._request = lambda act: act()  # type: ignore[method-assign]
