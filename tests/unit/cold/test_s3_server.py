@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +17,11 @@ from expstore import cold
 from expstore.errors import CorruptionError, RemoteError, StateError
 from tests.support.batches import episode_rows
 from tests.support.object_stores import check_whole
-from tests.support.s3_server import ENVIRONMENT, Request, S3Server, start_moto
+from tests.support.s3_server import ENVIRONMENT, Request, S3Server
 
 pytestmark = pytest.mark.usefixtures("no_syncs", "no_index_on_close")
 
 Buffer = expstore.TensorDictReplayBuffer
-
-
-@pytest.fixture(scope="module")
-def moto() -> Iterator[int]:
-    with start_moto() as port:
-        yield port
-
-
-@pytest.fixture
-def server(moto: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    with S3Server(moto, "bucket") as proxy:
-        for name, value in proxy.environment.items():
-            monkeypatch.setenv(name, value)
-        yield proxy
-
-
-@pytest.fixture
-def url(request: pytest.FixtureRequest) -> str:
-    """An address that no other test uses."""
-    return f"s3://bucket/{request.node.name.replace('[', '-').replace(']', '')}"
 
 
 def _store_of(url: str, server: S3Server) -> S3Store:

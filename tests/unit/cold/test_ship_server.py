@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +17,9 @@ from expstore import Ship
 from expstore.cold.ship_log import EPOCHS, SHIPPED_MANIFESTS
 from expstore.errors import LockedError, RemoteError, StateError
 from tests.support.batches import episode_rows
-from tests.support.s3_server import Request, S3Server, start_moto
+from tests.support.s3_server import Request, S3Server
 
 pytestmark = pytest.mark.usefixtures("no_syncs", "no_index_on_close")
-
-
-@pytest.fixture(scope="module")
-def moto() -> Iterator[int]:
-    with start_moto() as port:
-        yield port
-
-
-@pytest.fixture
-def server(moto: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    with S3Server(moto, "bucket") as proxy:
-        for name, value in proxy.environment.items():
-            monkeypatch.setenv(name, value)
-        yield proxy
-
-
-@pytest.fixture
-def url(request: pytest.FixtureRequest) -> str:
-    """An address that no other test uses."""
-    return f"s3://bucket/{request.node.name.replace('[', '-').replace(']', '')}"
 
 
 def _open(path: Path, url: str, **settings: Any) -> expstore.TensorDictReplayBuffer:
