@@ -29,7 +29,6 @@ from expstore.cli import (
     serve,
     snapshots,
 )
-from expstore.cli.changes import changes
 from expstore.cli.cluster import cluster
 from expstore.cli.columns import add_column, drop_column
 from expstore.cli.completion import complete_store
@@ -39,7 +38,7 @@ from expstore.cli.exit_codes import DAMAGED, FAILED, INTERRUPTED, LOCKED, USAGE
 from expstore.cli.groups import CHANGE, LOOK, MOVE, SERVE, VERSIONS, add_command, make_group
 from expstore.cli.info import facts_of, show_facts, show_lineage, show_stores, stores_in
 from expstore.cli.interrupt import Interrupts, end_at_once, handle_interrupts
-from expstore.cli.odd import odd
+from expstore.cli.odd import changes, odd
 from expstore.cli.output import Json, print_csv, print_json, print_rows, print_table, rows_of, show_notes
 from expstore.cli.paths import to_local
 from expstore.disk.local_path import local_path

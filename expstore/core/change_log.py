@@ -107,5 +107,5 @@ class ChangeLog:
         if slots is None:
             self.tracked = None
         elif self.tracked is not None:
-            self.tracked.note(slots)
+            self.tracked.add(slots)
         self._noted.append((number, slots if slots is None or slots.size <= _ROWS else None))

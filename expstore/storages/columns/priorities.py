@@ -195,7 +195,7 @@ class Priorities:
     def note_changed(self, slots: IntArray) -> None:
         """Record that a column on disk, and a capture, lack the values of these slots. Shape `(n,)`."""
         if self.tracked is not None:
-            self.tracked.note(slots)
+            self.tracked.add(slots)
 
     def _grow(self, slot: int, stop: int, slots: int | None) -> None:
         """Make room for new rows in the slots from `slot` to `stop` - 1; `slots` as for `start`."""

@@ -60,7 +60,7 @@ class Sampled:
         self.moves += 1  # before the values: after an interruption in between, samplers read all counts again
         self.values[slots] = values
         if self.tracked is not None:
-            self.tracked.note(slots)
+            self.tracked.add(slots)
 
     def renew(self, pieces: Iterable[tuple[int, int, int]]) -> None:
         """Set the counts to 0 where new rows are about to be committed.
