@@ -1,4 +1,4 @@
-"""Prioritized sampling compared with TorchRL and cpprb, alone and beside a writer, and opening a large store.
+"""Prioritized sampling compared with TorchRL and cpprb, also while a writer runs; opening a large store.
 
 Run as `python -m benchmarks.samplers`; exits 1 below a bar. All sides sample a batch from 1M rows (on disk,
 except cpprb's) and set its priorities, through their public buffers with the same alpha and beta,
@@ -34,8 +34,8 @@ BATCH, ALPHA, BETA = 256, 0.6, 0.4
 BARS = {
     "prioritized/sample+update": at_least(3),
     "prioritized/reopen": Bar(0.5, " s"),
-    "beside/paced": at_least(0.9, " of its pace alone"),
-    "beside/busy": at_least(1.3, " of the paces alone"),
+    "writer/paced": at_least(0.9, " of its pace alone"),
+    "writer/busy": at_least(1.3, " of the paces alone"),
 }
 
 
@@ -161,12 +161,12 @@ def call_next(act: Callable[[Any], object], items: Iterator[Any]) -> object:
     return act(next(items))
 
 
-def measure_beside(sides: dict[str, Any], values: Sequence[Any], effort: Effort) -> Iterator[Result]:
-    """Learn beside a thread that extends: 16 rows 125 times a second, then 1000 rows without a pause."""
+def measure_with_writer(sides: dict[str, Any], values: Sequence[Any], effort: Effort) -> Iterator[Result]:
+    """Learn while a thread extends: 16 rows 125 times a second, then 1000 rows without a pause."""
     seconds = effort.warm_seconds / 4 or 0.02
     for name, size, every in (
-        ("beside/paced", 16, 16 / 2000),
-        ("beside/busy", effort.locomotion.extend_rows, 0.0),
+        ("writer/paced", 16, 16 / 2000),
+        ("writer/busy", effort.locomotion.extend_rows, 0.0),
     ):
         texts, shares = [], []
         for rb in [rb for side, rb in sides.items() if side != "cpprb"]:  # which two threads must not use
@@ -177,8 +177,10 @@ def measure_beside(sides: dict[str, Any], values: Sequence[Any], effort: Effort)
             for _ in range(effort.rounds):
                 sides["expstore"].flush()
                 alone = [measure_paces([one], seconds)[0] for one in (learns, writes)]
-                beside = measure_paces([learns, writes], seconds)
-                rounds.append([after / max(before, 1.0) for after, before in zip(beside, alone, strict=True)])
+                together = measure_paces([learns, writes], seconds)
+                rounds.append(
+                    [after / max(before, 1.0) for after, before in zip(together, alone, strict=True)]
+                )
             shares.append([statistics.median(share) for share in zip(*rounds, strict=True)])
             texts.append("learner {:.2f}, writer {:.2f} of its pace alone".format(*shares[-1]))
         value = shares[0][0] if every else sum(shares[0])
@@ -221,7 +223,7 @@ def measure(setup: Setup) -> Iterator[Result]:
             for other, theirs in zip([*sides][1:], others, strict=True):
                 peer = "" if other == "torchrl" else f"/{other}"
                 yield compare(f"prioritized/{name}{peer}{suffix}", ours, theirs, other=other)
-    yield from measure_beside(sides, values, effort)
+    yield from measure_with_writer(sides, values, effort)
     sides["expstore"].close()
     path = str(setup.folder / "store.exp")
     answers = [

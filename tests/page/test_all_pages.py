@@ -59,7 +59,7 @@ MARKS = {
     "no such episode": "has no episode 12345", "sql": "Nothing was asked yet", "sql result": "5 rows",
     "two episodes": "first differs", "no two episodes": "No two ended episodes",
     "hostile pair": "window.broken",
-    "groups": "has no groups", "splits": "best beside worst", "hostile selections": "has no selections",
+    "groups": "has no groups", "splits": "best and worst", "hostile selections": "has no selections",
     "annotations": "has no annotations", "consumers": "has no consumers", "hostile lineage": "collect",
     "sampling": "Rows that match", "hostile sampling": "Rows to draw from",
     "empty store": "No episode has ended yet", "compare nothing": "No store is chosen",

@@ -278,7 +278,7 @@ def test_messages_about_sql_are_for_those_who_typed_it(visit: Open) -> None:
 def test_the_best_and_the_worst_episode_are_side_by_side(visit: Open) -> None:
     tab = visit()
     page = tab.open("/stores/run/episodes?source=worker-2")
-    page.click("text=Best beside worst")
+    page.click("text=Best and worst")
     page.wait_for_selector("h2:has-text('the worst')")
     facts = page.locator("[aria-label='Facts of both episodes']")
     expect(facts.locator("tr:has-text('Return') mark")).to_have_text(["8", "-8"])

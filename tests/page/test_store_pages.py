@@ -137,7 +137,7 @@ def test_lists_have_the_rows_of_a_filter(visit: Callable[..., Visit], tmp_path: 
             expect(row).to_have_count(1)
             cells = [text.strip() for text in row.locator("td").all_inner_texts()]
             assert [text for text in texts if text not in cells] == [], (name, cells)
-        tab.open("/stores/run/lists?of=groups&split=eval").click("text=best beside worst")
+        tab.open("/stores/run/lists?of=groups&split=eval").click("text=best and worst")
         page.wait_for_selector("h2:has-text('the worst')")
         assert query_of(page)["where"] == "episode_id IN (5, 6)"
         assert tab.errors == []

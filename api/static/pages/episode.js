@@ -242,7 +242,7 @@ async function drawHeader(header, { params, query, server, signal }, episode, fi
   const state = [...FILTER, "speed", "loop", "images", "plots", "colour", "view"];
   const entries = Object.fromEntries(state.map((name) => [name, query.get(name)]));
   const links = h("nav.row", { "aria-label": "Episodes" });
-  const beside = storeHref(store, "/pair", { b: episode.episode_id, source: episode.source });
+  const pair = storeHref(store, "/pair", { b: episode.episode_id, source: episode.source });
   replace(header, h("div.heading", null, h("h1", null, `Episode ${episode.episode_id}`), links));
   const link = (/** @type {number | null} */ id, /** @type {string} */ text, /** @type {string} */ rel) =>
     id === null
@@ -254,7 +254,7 @@ async function drawHeader(header, { params, query, server, signal }, episode, fi
       link(previous, "← Previous", "prev"),
       link(next, "Next →", "next"),
       h("a", { href: list }, hasFilter(filter) ? "Episodes of this filter" : "All episodes"),
-      server.sql ? h("a", { href: beside }, "Beside the best of its source") : null,
+      server.sql ? h("a", { href: pair }, "Compare with the best of its source") : null,
     );
   draw(null, null);
   try {

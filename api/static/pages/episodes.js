@@ -82,7 +82,7 @@ export async function render(root, context) {
       load();
     },
   });
-  const beside = h("a", { hidden: !server.sql }, "Best beside worst");
+  const pair = h("a", { hidden: !server.sql }, "Best and worst");
   const count = h("p.soft", { role: "status" });
   const body = h("div");
   const edits = h("div", { role: "alert" });
@@ -97,7 +97,7 @@ export async function render(root, context) {
 
   replace(
     root,
-    h("div.heading", null, h("h1", null, "Episodes"), count, fresh, beside),
+    h("div.heading", null, h("h1", null, "Episodes"), count, fresh, pair),
     filters.element,
     edits,
     body,
@@ -117,7 +117,7 @@ export async function render(root, context) {
     attempt = new AbortController();
     const both = AbortSignal.any([signal, attempt.signal]);
     const filter = filters.current();
-    beside.href = storeHref(store, "/pair", writeFilter(filter));
+    pair.href = storeHref(store, "/pair", writeFilter(filter));
     body.setAttribute("aria-busy", "true");
     try {
       const response = await request(storePath(store, "/episodes"), {

@@ -185,7 +185,7 @@ function drawList(store, { title: name, hint, episodes }, { columns, rows }, fil
     draw: (/** @type {any} */ row) => [
       h("a", { href: storeHref(store, "/episodes", query(row)) }, "episodes"),
       " ",
-      h("a", { href: storeHref(store, "/pair", query(row)) }, "best beside worst"),
+      h("a", { href: storeHref(store, "/pair", query(row)) }, "best and worst"),
     ],
   };
   const shown = columns.flatMap((title, at) => {

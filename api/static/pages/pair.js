@@ -92,7 +92,7 @@ export async function render(root, context) {
     { submit },
     h("span", null, "Episodes"),
     inputs.a,
-    " beside ",
+    " and ",
     inputs.b,
     h("button", { type: "submit" }, "Show"),
   );

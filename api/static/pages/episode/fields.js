@@ -46,7 +46,7 @@ export function toNumber(value) {
 }
 
 /**
- * Fields without those that repeat another one a step later, such as `next.state` beside `state`.
+ * Fields without those that repeat another one a step later, such as `next.state` if there is `state`.
  *
  * @template {{name: string}} T
  * @param {T[]} fields

@@ -401,7 +401,7 @@ export class Curves {
             null,
             h("strong", null, this.describe()),
             h("a.button.primary", { href: storeHref(this.store, "/episodes", query) }, "Show these episodes"),
-            h("a.button", { href: storeHref(this.store, "/pair", query) }, "Best beside worst"),
+            h("a.button", { href: storeHref(this.store, "/pair", query) }, "Best and worst"),
             h("button", { type: "button", click: () => this.setRange(null) }, "Choose none"),
             this.x === "version" && this.tracker ? h("span", null, "Losses of the run: ", linked(this.tracker)) : null,
           ),
@@ -455,7 +455,7 @@ export class Curves {
   /** @param {any} row */
   pairOf(row) {
     if (row.other) return null;
-    return h("a", { href: storeHref(this.store, "/pair", this.groupQuery(row)) }, "best beside worst");
+    return h("a", { href: storeHref(this.store, "/pair", this.groupQuery(row)) }, "best and worst");
   }
 
   /** Episodes and numbers of each group in a range, the lowest mean first. @param {[number, number]} range */
