@@ -146,10 +146,11 @@ class WindowTree:
         tree, window, filter, places = self.tree, self.window, self._filter, slots
         if tree is None or self.deleted != storage.epochs.deleted:
             return  # `catch_up` builds it from all weights
+        # Since the caller chose the slots, rows may have been added and evicted, in the store and in the tree.
         if storage.description.window_rows is not None:
             ids = storage.geometry.ids_in(slots, window.last)
             places = storage.description.window_ring.slot_of(ids[window.holds(ids)])
-        elif window != storage.window:  # rows were written that are not in the tree
+        else:
             places = places[places < tree.size]
             places = places[window.holds(storage.geometry.ids_in(places, window.last))]
         if filter is None:

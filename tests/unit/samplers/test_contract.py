@@ -304,3 +304,21 @@ def test_threads_draw_while_one_writes(name: str) -> None:
     assert not faults
     evaluate(rb)
     check_state(name, rb)
+
+
+@pytest.mark.parametrize("name", ["prioritized", "prioritized_where", "prioritized_slices"])
+def test_rows_leave_while_their_priorities_are_set(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may write and draw between the change of a priority and the sampler's notice of it."""
+    rb = in_memory(name)
+    add(rb, CAPACITY)
+    rb.sample()
+    told = rb.storage.priorities.tell
+
+    def tell(storage: Any, slots: Any) -> None:
+        add(rb, 9)
+        rb.sample()
+        told(storage, slots)
+
+    monkeypatch.setattr(rb.storage.priorities, "tell", tell)
+    rb.update_priority(id=np.arange(1, 13), priority=np.full(12, 5.0))
+    check_state(name, rb)
