@@ -228,6 +228,17 @@ def test_rows_arrive_without_disturbing_the_reader(visit: Callable[..., Visit], 
     assert tab.errors == []
 
 
+def test_a_chart_gets_the_name_of_its_number_when_it_is_known(visit: Callable[..., Visit]) -> None:
+    tab = visit()
+    held: list[Route] = []
+    tab.page.route("**/episodes?*limit=100*", lambda route: held.append(route))
+    page = tab.open("/stores/run?left=field.next.reward")
+    page.wait_for_selector("figure[aria-label='field.next.reward']")
+    for route in held:
+        route.continue_()
+    page.wait_for_selector("figure[aria-label='mean of next.reward']")
+
+
 def test_an_empty_store_says_what_to_do_and_fills(visit: Callable[..., Visit], server: Serving) -> None:
     tab = visit(has_clock=True)  # the page asks again after pauses
     page = tab.open("/stores/empty")

@@ -176,6 +176,7 @@ export async function render(root, context) {
   function draw(episodes) {
     const filter = filters.current();
     frames.reset();
+    pair.hidden = !server.sql || episodes.length === 0;
     if (episodes.length === 0) {
       replace(
         body,

@@ -183,6 +183,7 @@ export class Curves {
       ]);
       this.numbers = numbers;
       this.drawChoices(groups);
+      if (this.answers.left) this.draw(); // its labels are now known
     } catch {
       // Without a list of facts the episodes can still be drawn together.
     }
