@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from expstore.cold.ship_log import SHIPPED_MANIFESTS, Claim, ShipLog, ShippedState, part_key
-from expstore.cold.version_list import unseal
+from expstore.cold.ship_log import Claim, ShipLog, ShippedState, shipped_key
+from expstore.cold.version_list import STATES, unseal
 from expstore.errors import LockedError, RemoteError
 
 #: How a request may go wrong; "" if it does not.
@@ -88,7 +88,7 @@ class Objects:
     # -- the laws
 
     def newest(self) -> ShippedState | None:
-        keys = [key for key in self.objects if key.startswith(f"{SHIPPED_MANIFESTS}/")]
+        keys = [key for key in self.objects if key.startswith(f"{STATES}/")]
         if not keys:
             return None
         content = unseal(zlib.decompress(self.objects[max(keys)]), "it")
@@ -99,7 +99,7 @@ class Objects:
         newest = self.newest()
         state = (newest and newest.state) or {"rows": [], "parts": []}
         assert state["rows"][: len(self.confirmed)] == self.confirmed, "a confirmed state is not continued"
-        assert all(part_key(part) in self.objects for part in state["parts"]), "a part is missing"
+        assert all(shipped_key(part) in self.objects for part in state["parts"]), "a part is missing"
 
     # -- requests
 
@@ -176,14 +176,14 @@ class Writer:
     def _restore(self, first: ShippedState) -> None:
         """Read the parts: one may be missing only if another writer has claimed the address meanwhile."""
         for part in (first.state or {"parts": []})["parts"]:
-            if self._objects.read(part_key(part)) is None:
+            if self._objects.read(shipped_key(part)) is None:
                 self._log.check()
                 raise AssertionError("a restore lacks a part")
 
     def _ship(self) -> None:
         former = (self._log.newest and self._log.newest.state) or {"rows": [], "parts": []}
         part = self._log.name_part()
-        self._objects.write(part_key(part), b"")
+        self._objects.write(shipped_key(part), b"")
         # A ring of two parts: each state needs a new one, and drops one.
         state = {"rows": [*former["rows"], next(self._ids)], "parts": [*former["parts"], part][-2:]}
         self._log.commit(state, "uuid", 0.0)
