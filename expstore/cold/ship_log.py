@@ -375,7 +375,12 @@ class ShipLog:
             self._manifests |= {key for key, _ in self._bucket.keys(STATES)}
             self._parts |= self.list_parts().keys()
             self._is_listed = True
-        manifests, parts = self.find_unneeded(newest, known, self._manifests, self._parts, find_needed)
+        try:
+            manifests, parts = self.find_unneeded(newest, known, self._manifests, self._parts, find_needed)
+        except CorruptionError:
+            if VersionList.load(self._bucket)[0] == known:
+                raise
+            return self.sweep(find_needed)  # a version was removed meanwhile
         keys = [*manifests, *map(shipped_key, parts)]
         self._bucket.delete(keys)
         self._manifests.difference_update(manifests)
