@@ -260,10 +260,13 @@ class ShipLog:
         """
         if self._pending is not None:
             self._create_manifest(self._pending)
+        self._check_epoch()
+        self._confirmed = True
+
+    def _check_epoch(self) -> None:
         highest = self._find_highest_epoch(self.epoch)
         if highest > self.epoch:
             raise self._build_fenced_error(highest)
-        self._confirmed = True
 
     def _find_highest_epoch(self, above: int = 0) -> int:
         keys = self._bucket.keys(EPOCHS, _epoch_key(above))
@@ -340,6 +343,7 @@ class ShipLog:
     def _create_manifest(self, new: ShippedState) -> None:
         self._pending = new
         if not self._create(new.key, new.pack()):
+            self._check_epoch()  # its writer may have deleted the manifest after the first attempt
             raise StateError(
                 f"{new.key} in {self._bucket.name} was created by another program",
                 hint="do not change the objects at this address; open the store again",
