@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,10 @@ pytest.importorskip("obstore", reason="the extra expstore[s3] is not installed")
 
 import expstore
 from expstore import Ship, cold
-from expstore.cold.parts import fetch_part
-from expstore.cold.ship_log import ShipLog, ShippedState, shipped_key
 from expstore.cold.version_list import manifest_key
 from expstore.errors import ArgumentError, LockedError, RemoteError, SnapshotError, StateError
-from expstore.storages.snapshots.rebuild import parts_of
 from tests.support.batches import episode_rows
-from tests.support.object_stores import WatchedStorage
+from tests.support.object_stores import WatchedStorage, find_needed, find_shipped
 
 pytestmark = pytest.mark.usefixtures("no_syncs", "no_index_on_close")
 
@@ -45,22 +41,6 @@ def open_store(tmp_path: Path, storage: WatchedStorage) -> Iterator[Open]:
         rb.close()
 
 
-def _keys(storage: WatchedStorage) -> set[str]:
-    return {key for folder in ("manifest", "shipped") for key, _ in storage.connect().keys(folder)}
-
-
-def _find_needed(storage: WatchedStorage) -> set[str]:
-    """Return the keys of what the newest state and the versions need; all of it can be read."""
-    bucket = storage.connect()
-    newest = ShipLog(bucket).find_confirmed()
-    assert newest is not None
-    states = [newest, *(ShippedState.of_version(bucket, version) for version in cold.versions(storage))]
-    keys = {state.key for state in states}
-    for state in states:
-        keys |= {*map(shipped_key, parts_of(state.state or {}, partial(fetch_part, bucket)))}
-    return keys
-
-
 def _look(rb: Buffer) -> list[Any]:
     relations = ("transitions", "episodes", "fragments", "priorities")
     found: list[Any] = [rb.sql(f"FROM {name} ORDER BY ALL").fetchall() for name in relations]
@@ -76,12 +56,12 @@ def test_a_version_of_a_shipped_store_costs_a_list(
     rb.extend({"number": numbers, "next": {"done": numbers % 100 == 99}})
     rb.update_priority(numbers[:50], np.arange(50) + 1.0)
     rb.flush(shipped=True)
-    there, before = _keys(storage), len(storage.requests)
+    there, before = find_shipped(storage), len(storage.requests)
     version = cold.push(rb, storage, tag="best")
     requests = storage.requests[before:]
     assert len(requests) <= 5, requests
     assert (version.rows, version.episodes, version.tag, version.new_parts) == (100_000, 1000, "best", 0)
-    (new,) = _keys(storage) - there
+    (new,) = find_shipped(storage) - there
     assert len(storage.connect().read(new) or b"") < 100_000
     assert version.bytes == sum(size for _, size in storage.connect().keys("shipped"))
     assert not (tmp_path / "a.exp" / "versions").exists()
@@ -148,7 +128,7 @@ def test_versions_outlive_the_rows_of_a_ring(
         rb.flush(shipped=True)
 
     def check() -> None:
-        assert _find_needed(storage) <= _keys(storage)
+        assert find_needed(storage) <= find_shipped(storage)
 
     extend()
     for _ in range(60):
@@ -161,9 +141,9 @@ def test_versions_outlive_the_rows_of_a_ring(
     rb.flush(shipped=True)
     expected = rb[:]["number"].tolist()
     cold.prune(storage, keep=2, grace_seconds=0.0)
-    assert _keys(storage) == _find_needed(storage)  # exactly
+    assert find_shipped(storage) == find_needed(storage)  # exactly
     sweep()
-    assert _keys(storage) == _find_needed(storage)
+    assert find_shipped(storage) == find_needed(storage)
     other = open_store("b.exp")
     assert other[:]["number"].tolist() == expected
 
@@ -190,7 +170,7 @@ def test_a_version_is_the_state_of_its_push(
             assert reader[:]["number"].tolist() == list(range(count))
     cold.prune(storage, keep=1, drop=[1, "local", "end"], grace_seconds=0.0)
     assert not [key for key, _ in storage.connect().keys("parts")]
-    assert _keys(storage) == _find_needed(storage)
+    assert find_shipped(storage) == find_needed(storage)
 
 
 def test_a_shipped_version_is_built_once_in_a_bounded_cache(
