@@ -26,7 +26,8 @@ _ENVIRONMENT = (
 #: How long the command may take, seconds.
 _SHIP_SECONDS = 86_400.0
 PUSH_NOTES = (
-    "What the server has is not sent again, also after an interruption: run the command again. A store that "
+    "What the server has is not sent again, also after an interruption: run the command again. Of a store that "
+    "was shipped to URL, only what is not shipped yet is sent; the command claims the address. A store that "
     f"another process writes to cannot be pushed; push a snapshot that it has made. {_ENVIRONMENT}"
 )
 PULL_NOTES = (
@@ -34,8 +35,8 @@ PULL_NOTES = (
     f"the version must be free. {_ENVIRONMENT}"
 )
 PRUNE_NOTES = (
-    "Also removes what interrupted pushes have sent more than a day ago. Other programs may push, pull and "
-    f"read meanwhile. {_ENVIRONMENT}"
+    "Also removes what interrupted pushes have sent more than a day ago. Other programs may push, pull, ship "
+    f"and read meanwhile; the newest state of a shipped store remains. {_ENVIRONMENT}"
 )
 
 SHIP_NOTES = (
@@ -67,6 +68,9 @@ def push(
             help="Number or tag of a snapshot; by default the newest of a folder, and a new one of a store.",
         ),
     ] = None,
+    tag: Annotated[
+        str | None, typer.Option(metavar="TAG", help="Name of the new version, which prune keeps.")
+    ] = None,
     any_store: Annotated[
         bool, typer.Option("--any-store", help="Push although the address has versions of another store.")
     ] = False,
@@ -75,12 +79,13 @@ def push(
     """Send a version of a store to an object storage such as S3."""
     from expstore import cold
 
-    sent = cold.push(store, url, version=version, any_store=any_store)
+    sent = cold.push(store, url, version=version, tag=tag, any_store=any_store)
     if as_json:
         print_json(_facts(sent))
     else:
+        parts = f"{sent.new_parts} parts" if sent.state else f"{sent.new_parts} of {sent.files} files"
         typer.echo(
-            f"version {sent.number}{_tag(sent)}: {sent.rows:,} rows, {sent.new_parts} of {sent.files} files, "
+            f"version {sent.number}{_tag(sent)}: {sent.rows:,} rows, {parts}, "
             f"{size_text(sent.new_bytes)} sent to {url}"
         )
     return 0

@@ -27,6 +27,8 @@ _WRONG_TAG = '"00000000000000000000000000000000"'
 CHUNK_BYTES = 16 << 20
 #: Requests of one object that are under way at the same time.
 _CHUNKS = 2
+#: Most objects that one request deletes.
+_DELETE_KEYS = 1000
 _MESSAGE_CHARS = 300
 _NO_BUCKET = "NoSuchBucket"
 
@@ -127,6 +129,13 @@ class Bucket:
         the first use of an address.
         """
         self.check_creates()
+        self.check_replaces()
+
+    def check_replaces(self) -> None:
+        """Raise StateError unless the server refuses to replace an object that has changed: one request.
+
+        `check_creates` was called at this address before.
+        """
         if self.replace(PROBE, b"expstore", {"e_tag": _WRONG_TAG}):
             raise self._build_unfit_error("If-Match")
 
@@ -165,9 +174,11 @@ class Bucket:
         return [path.rpartition("/")[2] for path in found]
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects; missing ones are ignored."""
-        if not keys:
-            return
+        """Delete objects in requests of up to 1,000; missing ones are ignored."""
+        for start in range(0, len(keys), _DELETE_KEYS):
+            self._delete(keys[start : start + _DELETE_KEYS])
+
+    def _delete(self, keys: Sequence[str]) -> None:
         self._begin("delete", keys[0])
         with self._translate_errors("delete", keys[0]):
             try:

@@ -1,7 +1,8 @@
 """A folder of bounded size with the files of versions that were read from an object storage.
 
-Used to open versions for reading. `files/` has each file once, under a name that follows from its bytes;
-`versions/` has a folder of hard links for each version, next to a lock file that its readers hold.
+Used to open versions for reading. `files/` has each file once, under a name that follows from its bytes, or
+from the version of a shipped store that was built; `versions/` has a folder of hard links for each version,
+next to a lock file that its readers hold.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import hashlib
 import json
 import time
 from collections.abc import Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from expstore.cold.parts import fetch_file, make_folders, make_pool
+from expstore.cold.parts import build_state, fetch_file, make_folders, run_all
+from expstore.cold.ship_log import ShippedState
 from expstore.cold.version_list import Manifest, PartFile, RemoteVersion
 from expstore.core.tables import size_text
 from expstore.disk.atomic_build import build_folder
@@ -63,12 +66,14 @@ class Cache:
         self._disk, self._folder, self._most_bytes = disk, folder, most_bytes
         self._files, self._versions = folder / "files", folder / "versions"
 
-    def open_version(self, bucket: Bucket, version: RemoteVersion, manifest: Manifest) -> Lease:
+    def open_version(self, bucket: Bucket, version: RemoteVersion) -> Lease:
         """Return a version's folder, with its files; fetch those that are missing.
+
+        A version of a shipped store is built anew, and shares no files.
 
         Raises:
             StateError: The version does not fit into the cache.
-            CorruptionError: A part is missing or damaged; the message names the file.
+            CorruptionError: A part is missing or damaged; the message names it.
             RemoteError: The server does not answer, or refuses a request.
             StorageError: The disk failed or is full, or has no hard links.
         """
@@ -79,7 +84,10 @@ class Cache:
             lease = self._lease(tree)
             try:
                 if not self._disk.exists(tree):
-                    self._build(bucket, version, manifest, tree)
+                    for name in self._disk.names(self._versions):
+                        if name.endswith(_SCRAP):  # what a kill has left
+                            self._disk.remove_tree(self._versions / name)
+                    (self._build_state if version.state else self._link_files)(bucket, version, tree)
             except BaseException:
                 lease.close()
                 raise
@@ -108,36 +116,44 @@ class Cache:
             raise StorageError(f"cannot lock {path}: another program has locked it")
         return Lease(tree, file)
 
-    def _build(self, bucket: Bucket, version: RemoteVersion, manifest: Manifest, tree: Path) -> None:
-        disk = self._disk
+    def _build_state(self, bucket: Bucket, version: RemoteVersion, tree: Path) -> None:
+        disk, shipped = self._disk, ShippedState.of_version(bucket, version)
+        self._make_room(version, version.bytes, version.bytes)
+        with build_folder(disk, tree) as scrap:
+            build_state(bucket, disk, version, shipped, scrap)
+            space = disk.measure_space(scrap)  # its parts were compressed
+            self._make_room(version, space, space)
+            files = [folder / name for folder, names in disk.tree(scrap) for name in names]
+            for number, path in enumerate(files):
+                self._link(path, self._files / f"{version.manifest}-{number}")
+
+    def _link_files(self, bucket: Bucket, version: RemoteVersion, tree: Path) -> None:
+        disk, manifest = self._disk, Manifest.load(bucket, version)
         wanted = {_name(entry): entry for entry in manifest.files.values()}
         paths = {_name(entry): path for path, entry in manifest.files.items()}
         missing = [name for name in wanted if not disk.exists(self._files / name)]
-        self._make_room(version, wanted, missing)
-        with make_pool("cache") as pool:
-            jobs = [
-                pool.submit(
-                    self._fetch, bucket, wanted[name], name, f"{paths[name]} of version {version.number}"
-                )
+        whole, more = (sum(_space(wanted[name]) for name in names) for names in (wanted, missing))
+        self._make_room(version, whole, more, wanted)
+        run_all(
+            "cache",
+            [
+                partial(self._fetch, bucket, wanted[name], name, f"{paths[name]} of version {version.number}")
                 for name in missing
-            ]
-            try:
-                for job in jobs:
-                    job.result()
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+            ],
+        )
         with build_folder(disk, tree) as scrap:
             make_folders(disk, manifest, scrap)
             for path, entry in manifest.files.items():
-                if not disk.link(self._files / _name(entry), scrap / path):
-                    raise StorageError(
-                        f"the file system of {self._folder} cannot hard-link files",
-                        hint="pass another cache=",
-                    )
+                self._link(self._files / _name(entry), scrap / path)
             for folder, _ in disk.tree(scrap):
                 disk.sync_dir(folder)
             disk.sync_dir(self._files)
+
+    def _link(self, source: Path, target: Path) -> None:
+        if not self._disk.link(source, target):
+            raise StorageError(
+                f"the file system of {self._folder} cannot hard-link files", hint="pass another cache="
+            )
 
     def _fetch(self, bucket: Bucket, entry: PartFile, name: str, what: str) -> None:
         temporary = self._files / (name + _SCRAP)
@@ -149,19 +165,20 @@ class Cache:
             raise
         self._disk.rename(temporary, self._files / name)
 
-    def _make_room(
-        self, version: RemoteVersion, wanted: dict[str, PartFile], missing: Collection[str]
-    ) -> None:
-        """Remove versions that are not in use, the longest unused first, until the missing files fit."""
-        whole = sum(map(_space, wanted.values()))
-        more = sum(_space(wanted[name]) for name in missing)
+    def _make_room(self, version: RemoteVersion, whole: int, more: int, wanted: Collection[str] = ()) -> None:
+        """Remove versions that are not in use, the longest unused first, until a version fits.
+
+        Args:
+            version: The version.
+            whole: The disk space that it takes.
+            more: How much of that is not in the cache yet.
+            wanted: Its files, which are not removed.
+        """
         if whole > self._most_bytes:
             raise self._build_full_error(version, whole, "")
         self._remove_unlinked(wanted)
-        trees = [name for name in self._disk.names(self._versions) if not name.endswith(_USE)]
-        for name in (name for name in trees if name.endswith(_SCRAP)):
-            self._disk.remove_tree(self._versions / name)
-        unused = sorted(set(trees), key=self._last_use)
+        trees = [name for name in self._disk.names(self._versions) if not name.endswith((_USE, _SCRAP))]
+        unused = sorted(trees, key=self._last_use)
         while self._disk.measure_space(self._files) + more > self._most_bytes:
             if not unused:
                 raise self._build_full_error(version, whole, ", and other versions in it are in use")

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from expstore.cold.object_storage import ObjectStorage
-from expstore.cold.parts import fetch_tree
-from expstore.cold.version_list import Manifest, RemoteVersion, VersionList, note_removal
+from expstore.cold.parts import fetch_version
+from expstore.cold.version_list import RemoteVersion, VersionList, note_removal
 from expstore.core.retention_policy import Retain
 from expstore.disk.atomic_build import build_atomically
 from expstore.disk.files import Disk
@@ -30,8 +30,8 @@ def pull(
     """Create a store from a version on an object storage, completely or not at all.
 
     The new store has the rows, episodes, priorities and settings of the version, also its capacity or
-    retention policy. Every part is compared with its checksum. The files are fetched next to the store and
-    then copied into it, so that twice their size must be free.
+    retention policy. Every part is compared with its checksum. The version is fetched next to the store and
+    then copied into it, so that twice its size must be free.
 
     Processes: any number may pull one version. Crashes: the store is complete or does not exist.
 
@@ -61,7 +61,7 @@ def pull(
     with build_atomically(disk, target, single=True, doing="pulls to") as temporary:
         folder = temporary / "version"
         with note_removal(bucket, found):
-            fetch_tree(bucket, disk, found, Manifest.load(bucket, found), folder)
+            fetch_version(bucket, disk, found, folder)
         facts = {"source": bucket.name, "version": found.number, "tag": found.tag, "push": found.push}
         _restore(disk, folder, temporary / target.name, PULL, **facts)
     return found

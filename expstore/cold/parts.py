@@ -1,22 +1,27 @@
-"""Read files of a version as parts, and write parts back to files.
+"""Read files of a version as parts, and write parts back to files; build a version of a shipped store.
 
-Used by push, pull and the cache. Blocks of zeros are left out of a part and become holes again. A part's
-name is the SHA-256 of its bytes.
+Used by push, pull, the cache, and shipping. Blocks of zeros are left out of the part of a file and become
+holes again. Its name is the SHA-256 of its bytes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+from expstore.cold.ship_log import ShippedState, shipped_key
 from expstore.cold.version_list import Manifest, PartFile, RemoteVersion, part_key
 from expstore.disk.files import Disk, File
 from expstore.errors import CorruptionError
+from expstore.storages.format.paths import VERSION
+from expstore.storages.snapshots.catalog import Version
+from expstore.storages.snapshots.rebuild import build
 
 if TYPE_CHECKING:
     from expstore.cold.bucket import Bucket
@@ -25,11 +30,23 @@ _BLOCK_BYTES = 1 << 16
 _ZEROS = bytes(_BLOCK_BYTES)
 _PIECE_BYTES = 8 << 20
 _THREADS = 8
+T = TypeVar("T")
 
 
 def make_pool(name: str) -> ThreadPoolExecutor:
     """Return a pool of threads that send requests and hash bytes."""
     return ThreadPoolExecutor(_THREADS, thread_name_prefix=f"expstore-{name}")
+
+
+def run_all(name: str, calls: Iterable[Callable[[], T]]) -> list[T]:
+    """Return what functions return, in their order; after the first error none that waits is called."""
+    with make_pool(name) as pool:
+        jobs = [pool.submit(call) for call in calls]
+        try:
+            return [job.result() for job in jobs]
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,26 +156,63 @@ def _build_damaged_error(bucket: Bucket, entry: PartFile, name: str, found: str)
     )
 
 
-def fetch_tree(bucket: Bucket, disk: Disk, version: RemoteVersion, manifest: Manifest, folder: Path) -> None:
-    """Write all files of a version into a new folder.
+def fetch_version(bucket: Bucket, disk: Disk, version: RemoteVersion, folder: Path) -> None:
+    """Write a version into a new folder, as a snapshot.
 
     Raises:
-        CorruptionError: A part is missing or damaged; the message names the file.
+        CorruptionError: A part is missing or damaged; the message names it.
         RemoteError: The server does not answer, or refuses the request.
         StorageError: The disk failed or is full.
     """
+    if version.state:
+        build_state(bucket, disk, version, ShippedState.of_version(bucket, version), folder)
+        return
+    manifest = Manifest.load(bucket, version)
     make_folders(disk, manifest, folder)
-    with make_pool("pull") as pool:
-        jobs = [
-            pool.submit(fetch_file, bucket, disk, entry, folder / path, f"{path} of version {version.number}")
+    run_all(
+        "pull",
+        [
+            partial(fetch_file, bucket, disk, entry, folder / path, f"{path} of version {version.number}")
             for path, entry in manifest.files.items()
-        ]
-        try:
-            for job in jobs:
-                job.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        ],
+    )
+
+
+def build_state(
+    bucket: Bucket, disk: Disk, version: RemoteVersion, shipped: ShippedState, folder: Path
+) -> None:
+    """Write a version of a shipped store into a new folder, as a snapshot; raises what `fetch_version` does.
+
+    Args:
+        bucket: Where the parts are.
+        disk: Access to files.
+        version: The version.
+        shipped: Its state.
+        folder: The folder, missing or empty.
+    """
+    about = Version(
+        number=version.number, tag=version.tag, time=version.time, rows=version.rows,
+        episodes=version.episodes, new_bytes=version.new_bytes,
+    )  # fmt: skip
+    files = {VERSION: about.pack()}
+    build(folder, shipped.state or {}, partial(fetch_part, bucket), disk=disk, files=files)
+
+
+def fetch_part(bucket: Bucket, name: str) -> bytes:
+    """Return a part of a shipped state.
+
+    Raises:
+        CorruptionError: It is missing.
+        RemoteError: The server does not answer, or refuses the request.
+    """
+    data = bucket.read(shipped_key(name))
+    if data is None:
+        raise CorruptionError(
+            f"{shipped_key(name)} is missing in {bucket.name}",
+            hint="use another version, or the folder of the store itself if there is one: "
+            "ship it to another address",
+        )
+    return data
 
 
 def make_folders(disk: Disk, manifest: Manifest, folder: Path) -> None:

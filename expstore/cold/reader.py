@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from expstore.cold.cache import Cache, Lease
 from expstore.cold.object_storage import ObjectStorage
-from expstore.cold.version_list import Manifest, VersionList, note_removal
+from expstore.cold.version_list import VersionList, note_removal
 from expstore.disk.files import Disk
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.follower import FollowerStorage
@@ -57,8 +57,7 @@ def open_cached(
     bucket = where.connect()
     found = VersionList.load(bucket)[0].find(version, bucket.name)
     with note_removal(bucket, found):
-        manifest = Manifest.load(bucket, found)
-        lease = Cache(Disk(), where.cache, where.cache_bytes).open_version(bucket, found, manifest)
+        lease = Cache(Disk(), where.cache, where.cache_bytes).open_version(bucket, found)
     try:
         return CachedStorage(lease, capacity, settings)
     except BaseException:

@@ -16,13 +16,14 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Collection
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from expstore.cold.parts import make_pool
-from expstore.cold.ship_log import Claim, ShipLog, ShippedState, part_key
+from expstore.cold.object_storage import ObjectStorage
+from expstore.cold.parts import fetch_part, make_pool
+from expstore.cold.ship_log import Claim, ShipLog, ShippedState, shipped_key
 from expstore.cold.ship_settings import Origins, Ship
 from expstore.core.tables import size_text
 from expstore.disk.atomic_build import build_atomically
@@ -40,10 +41,28 @@ _log = logging.getLogger("expstore")
 _PAUSE_SECONDS = 30.0
 #: How long `close` waits for the last round, and then for the request that is under way, seconds.
 _CLOSE_SECONDS, _REQUEST_SECONDS = 30.0, 10.0
+#: How long a push of a version waits for the upload of what is not shipped yet, seconds.
+_PIN_SECONDS = 86_400.0
 #: The shortest time between two deletions of parts, and between two lines about a restore, seconds.
 _SWEEP_SECONDS, _LINE_SECONDS = 60.0, 5.0
 #: Parts that are uploaded at the same time.
 _UPLOADS = 4
+
+
+class Pinned(NamedTuple):
+    """A shipped state that stays until the push that pinned it is over.
+
+    Args:
+        state: The state.
+        episodes: How many episodes have rows in it.
+        parts: How many parts were sent since the push has begun.
+        bytes: How many bytes these have.
+    """
+
+    state: ShippedState
+    episodes: int
+    parts: int
+    bytes: int
 
 
 class _Stopped(Exception):
@@ -100,6 +119,10 @@ class Shipper:
         self._bytes = _Pace(ship.bandwidth, self._abort)  # type: ignore[arg-type]
         self._bucket.pace = self._requests.wait
         self._log = ShipLog(self._bucket)
+        #: Pushes that wait for a state, and the states that they have got.
+        self._pushes: set[str] = set()
+        self._pinned: dict[str, Pinned] = {}
+        self._parts = 0
         self._pages: dict[str, bytes] = {}
         self._storage: weakref.ref[Store] | None = None
         self._thread: threading.Thread | None = None
@@ -142,7 +165,9 @@ class Shipper:
                 return
             begun, line = time.monotonic(), _ProgressLine(self._bucket.name, path)
             try:
-                build(temporary / path.name, state, self._fetch, disk=disk, progress=line)
+                build(
+                    temporary / path.name, state, partial(fetch_part, self._bucket), disk=disk, progress=line
+                )
             except CorruptionError:
                 self._log.check()  # the next writer may have deleted parts meanwhile
                 raise
@@ -212,17 +237,6 @@ class Shipper:
                 kind="diverged", hint=restore,
             )  # fmt: skip
 
-    def _fetch(self, name: str) -> bytes:
-        if (page := self._pages.get(name)) is not None:
-            return page
-        data = self._bucket.read(part_key(name))
-        if data is None:
-            raise CorruptionError(
-                f"{part_key(name)} is missing in {self._bucket.name}",
-                hint="open the folder of the store itself, if there is one, and ship it to another address",
-            )
-        return data
-
     # -- shipping --------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -270,7 +284,7 @@ class Shipper:
         if begun - self._swept_at > _SWEEP_SECONDS:
             self._swept_at = begun
             try:
-                self._log.sweep(self._find_needed)
+                self._sweep()
             except _Stopped:
                 pass
             except Exception as exc:  # what was shipped is shipped; the next sweep deletes the rest
@@ -280,14 +294,24 @@ class Shipper:
     def _ship_changes(self, storage: Store) -> None:
         newest, captured = self._log.newest, time.time()
         former = None if newest is None else newest.state
-        found = capture(storage, former, name=self._log.name_part, part_bytes=int(self._ship.part_bytes))
+        pushes, sent = [*self._pushes], (self._parts, self._bytes.total)
+        found = capture(
+            storage,
+            former,
+            name=self._log.name_part,
+            part_bytes=int(self._ship.part_bytes),
+            renew=bool(pushes),
+        )
         if found is None:
             self._log.check()
             return
         with contextlib.closing(found):
             self._upload(found)
-            self._log.commit(found.state, storage.manifest.uuid, captured)
+            self._log.commit(found.state, storage.manifest.uuid, captured, pushes)
         self._rows, self._last_id = found.state["rows"], found.through
+        if pushes and self._log.newest is not None:
+            counts = found.count_episodes(), self._parts - sent[0], self._bytes.total - sent[1]
+            self._pinned |= dict.fromkeys(pushes, Pinned(self._log.newest, *counts))
 
     def _upload(self, found: Increment) -> None:
         """Upload the parts, a few at a time; one by one when the program ends, which starts no threads."""
@@ -296,10 +320,11 @@ class Shipper:
         try:
             for name, data in found.parts:
                 self._bytes.wait(len(data))
+                self._parts += 1
                 if self._is_closing:
-                    self._bucket.write(part_key(name), data)
+                    self._bucket.write(shipped_key(name), data)
                     continue
-                sent.append(pool.submit(self._bucket.write, part_key(name), data))
+                sent.append(pool.submit(self._bucket.write, shipped_key(name), data))
                 if len(sent) >= _UPLOADS:
                     sent.popleft().result()
             for one in sent:
@@ -307,17 +332,17 @@ class Shipper:
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _find_needed(self, state: dict[str, Any]) -> Collection[str]:
-        """Return the parts that a state needs; keep the pages that this reads for the next time."""
+    def _sweep(self) -> None:
+        """Delete what is not needed; keep the pages that this reads for the next time."""
         pages: dict[str, bytes] = {}
 
         def fetch(name: str) -> bytes:
-            pages[name] = self._fetch(name)
+            page = self._pages.get(name)
+            pages[name] = fetch_part(self._bucket, name) if page is None else page
             return pages[name]
 
-        needed = parts_of(state, fetch)
+        self._log.sweep(lambda state: parts_of(state, fetch))
         self._pages = pages
-        return needed
 
     def _note_failure(self, exc: Exception) -> None:
         self._failures += 1
@@ -345,8 +370,31 @@ class Shipper:
             "last_error": str(self._fence) if self._fence is not None else self._problem or None,
         }
 
-    def wait(self, seconds: float) -> None:
+    def ships_to(self, where: Any) -> bool:
+        """Return whether an address is the one to which the store is shipped."""
+        return bool(ObjectStorage.of(self._ship.url).where == ObjectStorage.of(where).where)
+
+    def pin(self, push: str) -> Pinned:
+        """Ship the present state for a version; it stays until its push is over: rule 5 of the protocol.
+
+        Raises:
+            LockedError: Another writer has claimed the address.
+            RemoteError: The server does not answer, or refuses a request.
+            StateError: The store is closed.
+        """
+        self._pushes.add(push)
+        try:
+            self.wait(_PIN_SECONDS, once=True)
+            return self._pinned.pop(push)
+        finally:
+            self._pushes.discard(push)
+
+    def wait(self, seconds: float, *, once: bool = False) -> None:
         """Ship now, and wait until all that was written before this call is shipped.
+
+        Args:
+            seconds: How long.
+            once: Whether to raise the error of the first attempt; otherwise it is repeated.
 
         Raises:
             LockedError: Another writer has claimed the address.
@@ -357,15 +405,19 @@ class Shipper:
             self._asked += 1
             number = self._asked
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._done >= number or self._is_over, seconds)
+            self._changed.wait_for(
+                lambda: self._done >= number or self._is_over or (once and self._tried >= number), seconds
+            )
             if self._done >= number:
                 return
+            is_late = self._tried < number
         if self._fence is not None:
             raise self._fence.with_hint(self._fence.hint)
         if self._is_over:
             raise StateError("the store was closed while it was shipped", hint="call flush before close")
         raise RemoteError(
-            f"rows were not shipped to {self._bucket.name} within {seconds:g} seconds"
+            f"rows were not shipped to {self._bucket.name}"
+            + (f" within {seconds:g} seconds" if is_late or not once else "")
             + (f": {self._problem}" if self._problem else ""),
             kind="not_shipped",
             hint="they are in the store, and will be shipped; call it again, or with a longer timeout",

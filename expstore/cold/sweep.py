@@ -1,4 +1,4 @@
-"""`prune`: remove versions from an object storage, and parts that no version needs.
+"""`prune`: remove versions from an object storage, and parts that no version and no shipped state needs.
 
 Used by programs and by the command line. The list of versions is committed before anything is deleted.
 """
@@ -8,12 +8,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from expstore.cold.object_storage import ObjectStorage
+from expstore.cold.parts import fetch_part
+from expstore.cold.ship_log import ShipLog, ShippedState, shipped_key
 from expstore.cold.version_list import (
     MANIFESTS,
     PARTS,
+    STATES,
     RemoteVersion,
     VersionList,
     find_references,
@@ -22,12 +26,12 @@ from expstore.cold.version_list import (
     part_key,
 )
 from expstore.errors import ArgumentError, CorruptionError, StateError
+from expstore.storages.snapshots.rebuild import parts_of
 
 if TYPE_CHECKING:
     from expstore.cold.bucket import Bucket
 
 _ROUNDS = 100
-_DELETE_KEYS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +59,12 @@ def prune(
     """Remove versions, and the parts that no remaining version needs.
 
     Also removes what pushes have sent that were interrupted more than `grace_seconds` ago. A push that is
-    still running after that time sends its parts again.
+    still running after that time sends its parts again. Of a store that is shipped to the address, the newest
+    state remains.
 
-    Processes: may run while others push, pull and prune; a reader that has a removed version in its cache
-    continues to read it; a pull of one fails. Crashes: remaining versions are whole; the next prune deletes
-    the rest.
+    Processes: may run while others push, pull, prune and ship; a reader that has a removed version in its
+    cache continues to read it; a pull of one fails. Crashes: remaining versions are whole; the next prune
+    deletes the rest.
 
     Args:
         where: A URL such as `s3://bucket/run`, an `ObjectStorage`, or a store of obstore.
@@ -85,10 +90,15 @@ def prune(
         raise ArgumentError(f"grace_seconds must be at least 0, got {grace_seconds}")
     bucket = ObjectStorage.of(where).connect()
     bucket.check_conditions()
+    return _prune(bucket, keep, drop, grace_seconds)
+
+
+def _prune(bucket: Bucket, keep: int | None, drop: Sequence[int | str], grace_seconds: float) -> Pruned:
     for _ in range(_ROUNDS):
+        shipped = ShipLog(bucket).find_confirmed()  # before the list is read: rule 5 of shipping
         known, tag = VersionList.load(bucket)
         try:
-            plan = _Plan.make(bucket, known, keep, drop, grace_seconds)
+            plan = _Plan.make(bucket, known, shipped, keep, drop, grace_seconds)
         except CorruptionError:
             if VersionList.load(bucket)[1] == tag:
                 raise
@@ -109,8 +119,8 @@ class _Plan:
     Args:
         list: The list.
         versions: The versions that it lacks.
-        parts: Parts to delete, with their lengths in bytes.
-        manifests: Keys of lists of files to delete.
+        parts: Keys of parts to delete, with their lengths in bytes.
+        manifests: Keys of lists of files, and of states, to delete.
     """
 
     list: VersionList
@@ -123,11 +133,21 @@ class _Plan:
         cls,
         bucket: Bucket,
         known: VersionList,
+        shipped: ShippedState | None,
         keep: int | None,
         drop: Sequence[int | str],
         grace_seconds: float,
     ) -> _Plan:
-        """Decide what to remove."""
+        """Decide what to remove.
+
+        Args:
+            bucket: The address.
+            known: The list of versions.
+            shipped: The newest state of a shipped store, if it is confirmed.
+            keep: As in `prune`.
+            drop: As in `prune`.
+            grace_seconds: As in `prune`.
+        """
         untagged = [version for version in known.versions if version.tag is None]
         old = set(untagged[:-keep]) if keep is not None else set()
         old |= {known.find(version, bucket.name) for version in drop}
@@ -140,22 +160,29 @@ class _Plan:
         gone = known.retired | over | {version.push for version in old}
         younger = frozenset(push for push in gone if push >= before)
         listed = replace(known, versions=rest, retired_before=before, retired=younger)
-        parts = {part: size for part, size in unneeded.items() if listed.is_retired(_push_of(part))}
+        parts = {part_key(part): size for part, size in unneeded.items() if listed.is_retired(_push_of(part))}
         needed_lists = {manifest_key(version) for version in rest}
-        manifests = tuple(
+        manifests = [
             f"{MANIFESTS}/{name}"
             for name, _ in _list_objects(bucket, MANIFESTS)
             if f"{MANIFESTS}/{name}" not in needed_lists and listed.is_retired(_push_of(name))
-        )
+        ]
+        if shipped is not None:
+            log = ShipLog(bucket)
+            there, states = log.list_parts(), [key for key, _ in bucket.keys(STATES)]
+            fetch = partial(fetch_part, bucket)
+            states, names = log.find_unneeded(
+                shipped, listed, states, there, lambda state: parts_of(state, fetch)
+            )
+            manifests += states
+            parts |= {shipped_key(name): there[name] for name in names}
         if not old and not parts and not manifests:
             listed = known  # nothing needs a new list
-        return cls(listed, tuple(sorted(old, key=lambda version: version.number)), parts, manifests)
+        return cls(listed, tuple(sorted(old, key=lambda version: version.number)), parts, tuple(manifests))
 
     def delete(self, bucket: Bucket) -> Pruned:
         """Delete the objects; the list is committed."""
-        keys = [*self.manifests, *map(part_key, self.parts)]
-        for start in range(0, len(keys), _DELETE_KEYS):
-            bucket.delete(keys[start : start + _DELETE_KEYS])
+        bucket.delete([*self.manifests, *self.parts])
         return Pruned(versions=self.versions, parts=len(self.parts), bytes=sum(self.parts.values()))
 
 

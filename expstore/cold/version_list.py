@@ -3,8 +3,9 @@
 Used by all modules that change or read versions. `versions.json` is replaced only if nobody else has
 replaced it meanwhile: that is the commit of every change. Each push has an id of its own, and its objects
 have the id in their names: `manifests/ID/SHA256.json` lists the files of the version, `parts/ID/SHA256` has
-the bytes of a file. So no object but the list is ever written twice with other bytes. This module deletes
-nothing.
+the bytes of a file. So no object but the list is ever written twice with other bytes. A version of a store
+that is shipped to the address has no files: it names a shipped state (`expstore.cold.ship_log`). This module
+deletes nothing.
 
 A version may refer to a part of another push, so that bytes are sent once. When parts may be deleted follows
 from two rules:
@@ -37,9 +38,14 @@ if TYPE_CHECKING:
     from expstore.cold.bucket import Bucket
 
 LIST, PARTS, MANIFESTS = "versions.json", "parts", "manifests"
-_FORMAT = 1
+#: Where the states of a shipped store are.
+STATES = "manifest"
+#: Newest format of the objects that `seal` makes. Lists of files, and lists of versions that all have files,
+#: are in the first one.
+FORMAT, _FIRST_FORMAT = 2, 1
 _DAMAGED = "pull another version, or push the version again to another address"
 _PART = re.compile(r"[0-9a-f]{22}/[0-9a-f]{64}")
+_STATE = re.compile(r"(\d{8}-\d{10})?")
 #: The most folders above a file of a version; a store has the parts of its fields' names and a few more.
 _DEPTH = 100
 
@@ -70,14 +76,16 @@ class RemoteVersion:
         time: When the version was made, seconds since 1970.
         rows: How many rows it has.
         episodes: How many episodes have rows in it.
-        files: How many files it has.
-        bytes: How many bytes its files have, without holes.
-        new_parts: How many parts were sent for it; it shares the others with earlier versions.
+        files: How many files it has; 0 if it is a state of a shipped store.
+        bytes: How many bytes its files have, without holes; of a shipped state, its parts.
+        new_parts: How many parts were sent for it; it shares the others with earlier versions, or with the
+            shipped store.
         new_bytes: How many bytes these parts have.
         store: `rb.stats()["uuid"]` of the store that it was made from.
         push: The id of the push that sent it.
-        source: SHA-256 of its `version.json`.
-        manifest: SHA-256 of the list of its files.
+        source: SHA-256 of its `version.json`; of a shipped state, that of `manifest`.
+        manifest: SHA-256 of the list of its files, or of the object with the shipped state.
+        state: The shipped state, as `expstore.cold.ship_log` numbers it; "": the version has files.
     """
 
     number: int
@@ -93,10 +101,17 @@ class RemoteVersion:
     push: str
     source: str
     manifest: str
+    state: str = ""
+
+    def pack(self) -> dict[str, Any]:
+        """Return its entry in the list of versions."""
+        return {name: value for name, value in asdict(self).items() if name != "state" or value}
 
 
 def manifest_key(version: RemoteVersion) -> str:
-    """Return the key of the object that lists the files of a version."""
+    """Return the key of the object that lists the files of a version, or that has its state."""
+    if version.state:
+        return f"{STATES}/{version.state}"
     return f"{MANIFESTS}/{version.push}/{version.manifest}.json"
 
 
@@ -137,8 +152,8 @@ class VersionList:
         """Return the bytes of the list."""
         return seal(
             {
-                "format": _FORMAT,
-                "versions": [asdict(version) for version in self.versions],
+                "format": FORMAT if any(version.state for version in self.versions) else _FIRST_FORMAT,
+                "versions": [version.pack() for version in self.versions],
                 "next_number": self.next_number,
                 "retired_before": self.retired_before,
                 "retired": sorted(self.retired),
@@ -247,7 +262,7 @@ class Manifest:
     def pack(self) -> bytes:
         """Return the bytes of the manifest."""
         files = {path: [file.part, file.size, file.runs] for path, file in sorted(self.files.items())}
-        return seal({"format": _FORMAT, "files": files, "folders": list(self.folders)})
+        return seal({"format": _FIRST_FORMAT, "files": files, "folders": list(self.folders)})
 
     @classmethod
     def load(cls, bucket: Bucket, version: RemoteVersion) -> Manifest:
@@ -256,12 +271,7 @@ class Manifest:
         Raises:
             CorruptionError: It is missing or damaged, or names files outside the version's folder.
         """
-        name = f"the list of files of version {version.number} in {bucket.name} ({manifest_key(version)})"
-        data = bucket.read(manifest_key(version))
-        if data is None:
-            raise CorruptionError(f"{name} is missing", hint=_DAMAGED)
-        if hashlib.sha256(data).hexdigest() != version.manifest:
-            raise CorruptionError(f"{name} is damaged: its SHA-256 does not match", hint=_DAMAGED)
+        name, data = read_manifest(bucket, version)
         content = unseal(data, name)
         try:
             files = {
@@ -282,12 +292,30 @@ class Manifest:
         return {file.part: file.data_bytes for file in self.files.values() if file.part}
 
 
+def read_manifest(bucket: Bucket, version: RemoteVersion) -> tuple[str, bytes]:
+    """Return a name for messages, and the bytes of the object that `manifest_key` names.
+
+    Raises:
+        CorruptionError: It is missing or damaged.
+    """
+    what = "state" if version.state else "list of files"
+    name = f"the {what} of version {version.number} in {bucket.name} ({manifest_key(version)})"
+    data = bucket.read(manifest_key(version))
+    if data is None:
+        raise CorruptionError(f"{name} is missing", hint=_DAMAGED)
+    if hashlib.sha256(data).hexdigest() != version.manifest:
+        raise CorruptionError(f"{name} is damaged: its SHA-256 does not match", hint=_DAMAGED)
+    return name, data
+
+
 def _check_version(version: RemoteVersion) -> RemoteVersion:
     """Return a version of a list; raise ValueError if a value has another type or form."""
     for name in ("number", "rows", "episodes", "files", "bytes", "new_parts", "new_bytes"):
         check_number(name, getattr(version, name))
     if not _PART.fullmatch(f"{version.push}/{version.manifest}"):
         raise ValueError(f"{version.push!r} and {version.manifest!r} do not name a list of files")
+    if not _STATE.fullmatch(version.state):
+        raise ValueError(f"{version.state!r} is not the name of a state")
     texts = (version.store, version.source, version.tag or "")
     if not all(isinstance(text, str) for text in texts) or type(version.time) not in (int, float):
         raise ValueError(f"version {version.number} has values of other types")
@@ -324,8 +352,8 @@ def unseal(data: bytes, name: str) -> dict[str, Any]:
         version = int(content["format"])
     except INVALID as exc:
         raise CorruptionError(f"{name} is damaged: {exc}", hint=_DAMAGED) from exc
-    if version > _FORMAT:
-        raise MigrationError(f"{name} has format {version}, this version of expstore knows {_FORMAT}")
+    if version > FORMAT:
+        raise MigrationError(f"{name} has format {version}, this version of expstore knows {FORMAT}")
     return content
 
 
@@ -352,10 +380,11 @@ def note_removal(bucket: Bucket, version: RemoteVersion) -> Iterator[None]:
 
 
 def find_references(bucket: Bucket, known: Iterable[RemoteVersion]) -> dict[str, int]:
-    """Return the parts that versions refer to, with their lengths in bytes."""
+    """Return the parts to which the files of versions refer, with their lengths in bytes."""
     found: dict[str, int] = {}
     for version in known:
-        found |= Manifest.load(bucket, version).parts
+        if not version.state:
+            found |= Manifest.load(bucket, version).parts
     return found
 
 

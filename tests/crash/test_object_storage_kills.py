@@ -8,6 +8,7 @@ the killed call passes, whatever its threads do.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,8 +23,9 @@ pytest.importorskip("obstore", reason="the extra expstore[s3] is not installed")
 import expstore
 from expstore import cold
 from expstore.cold.version_list import LIST, Manifest, manifest_key, part_key
+from expstore.errors import RemoteError
 from tests.support.batches import episode_rows
-from tests.support.object_stores import Killed, WatchedStorage, check_whole
+from tests.support.object_stores import Killed, WatchedStorage, check_whole, find_needed, find_shipped
 
 pytestmark = pytest.mark.usefixtures("no_syncs", "no_index_on_close")
 
@@ -156,6 +158,112 @@ def test_a_killed_opening_leaves_a_cache_that_fits(backup: Path, tmp_path: Path)
             pass
     assert number > 5  # what an opening has fetched is not fetched again
     assert not list((tmp_path / "cache").rglob("*.tmp"))
+
+
+@pytest.mark.guarantee("ship/versions")
+@pytest.mark.slow
+@pytest.mark.parametrize("act", ["push", "prune"])
+def test_no_request_after_which_a_shipped_store_is_lost_lacks_parts(act: str, tmp_path: Path) -> None:
+    """All requests from the N-th on fail, for every N; then another disk continues the store."""
+    for number in range(1000):
+        storage, path = WatchedStorage(), tmp_path / f"{number}.exp"
+        with expstore.open(path, ship=expstore.Ship(storage, every=3600.0), capacity=40, seed=0) as rb:
+            for start in (0, 20, 40):
+                rb.extend(episode_rows(20, start=start, length=10))
+                cold.push(rb, storage)
+            rb.extend(episode_rows(20, start=60, length=10))
+            _fail_at(storage, number)
+            try:
+                cold.push(rb, storage) if act == "push" else cold.prune(storage, keep=1, grace_seconds=0.0)
+                is_over = True
+            except RemoteError:
+                is_over = False
+            storage.before = _fail  # the store is not closed, but lost
+        storage.calm()
+        listed = [version.number for version in cold.versions(storage)]
+        assert listed in ([1, 2, 3], [1, 2, 3, 4] if act == "push" else [3])
+        assert find_needed(storage) <= find_shipped(storage)
+        new = tmp_path / f"{number}-new.exp"
+        with expstore.open(new, ship=expstore.Ship(storage, every=3600.0), seed=0) as rb:
+            assert sorted(rb[:]["number"].tolist())[-20:] in ([*range(40, 60)], [*range(60, 80)])
+            cold.push(rb, storage)
+            rb.flush(shipped=True)
+            cold.prune(storage, keep=2, grace_seconds=0.0)
+            assert find_needed(storage) == find_shipped(storage)
+        for path in tmp_path.iterdir():
+            shutil.rmtree(path)
+        if is_over:
+            break
+    assert number > 4
+
+
+def _fail(number: int, act: str, key: str) -> None:
+    raise RemoteError("the server does not answer")
+
+
+def _fail_at(storage: WatchedStorage, number: int) -> None:
+    first = len(storage.requests) + number
+    storage.before = lambda at, act, key: _fail(at, act, key) if at >= first else None
+
+
+_SHIPPER = """
+import sys
+import expstore
+from expstore import cold
+from tests.support.batches import episode_rows
+rb = expstore.open(sys.argv[1], ship=expstore.Ship(sys.argv[2], every=0.05), capacity=60, seed=0)
+while True:
+    start = rb.write_count
+    rb.extend(episode_rows(20, start=start, length=10))
+    print(cold.push(rb, sys.argv[2]).number, start + 20, flush=True)
+    cold.prune(sys.argv[2], keep=2, grace_seconds=0.0)
+"""
+
+
+@pytest.mark.guarantee("ship/versions")
+@pytest.mark.torture
+@pytest.mark.timeout(1800)
+def test_a_process_that_pushes_versions_of_a_shipped_store_is_killed(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """SIGKILL from the server amid a request, 15 times, each on another disk; then all versions are read."""
+    pytest.importorskip("moto", reason="moto is not installed")
+    from tests.support.s3_server import Request, S3Server, start_moto
+
+    url, storage = "s3://bucket/run", cold.ObjectStorage("s3://bucket/run")
+    with start_moto() as port, S3Server(port, "bucket") as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment.items():
+            patch.setenv(name, value)
+        ends: dict[int, int] = {}
+        for life in range(15):
+            before, stop = len(server.requests), int(rng.integers(8, 120))
+            command = [sys.executable, "-c", _SHIPPER, str(tmp_path / f"{life}.exp"), url]
+            process = subprocess.Popen(command, env=os.environ | server.environment, stdout=subprocess.PIPE)
+
+            def kill(request: Request, first: int = before, stop: int = stop, pid: int = process.pid) -> None:
+                if len(server.requests) - first >= stop:
+                    os.kill(pid, signal.SIGKILL)
+
+            server.before, server.after = (kill, server.after) if life % 2 else (server.before, kill)
+            out, _ = process.communicate(timeout=300)
+            server.before = server.after = lambda request: None
+            for line in out.decode().splitlines():
+                number, end = map(int, line.split())
+                ends[number] = end
+            with expstore.open(tmp_path / "check.exp", ship=expstore.Ship(url, every=3600.0)) as rb:
+                assert sorted(rb[:]["number"].tolist()) == [
+                    *range(max(0, rb.write_count - 60), rb.write_count)
+                ]
+                cold.prune(url, keep=3, grace_seconds=0.0)
+                assert find_needed(storage) == find_shipped(storage)
+            shutil.rmtree(tmp_path / "check.exp", ignore_errors=True)
+        assert ends
+        for version in cold.versions(url):
+            with expstore.open(
+                cold.ObjectStorage(url, cache=tmp_path / "c"), mode="r", version=version.number
+            ) as rb:
+                end = ends.get(version.number, rb.write_count)
+                assert sorted(rb[:]["number"].tolist()) == [*range(max(0, end - 60), end)]
 
 
 _PUSHER = """

@@ -5,13 +5,17 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from obstore.store import MemoryStore
 
 from expstore.cold import ObjectStorage, RemoteVersion, versions
 from expstore.cold.bucket import Bucket
+from expstore.cold.parts import fetch_part
+from expstore.cold.ship_log import ShipLog, ShippedState, shipped_key
 from expstore.cold.version_list import Manifest, part_key
+from expstore.storages.snapshots.rebuild import parts_of
 
 
 class Killed(BaseException):
@@ -77,6 +81,24 @@ class _WatchedBucket(Bucket):
 
     def gate(self, act: str, key: str) -> None:
         self._storage.note(act, key)
+
+
+def find_shipped(storage: ObjectStorage) -> set[str]:
+    """Return the keys of the states and parts of a shipped store."""
+    return {key for folder in ("manifest", "shipped") for key, _ in storage.connect().keys(folder)}
+
+
+def find_needed(storage: ObjectStorage) -> set[str]:
+    """Return the keys of what the newest state of a shipped store and its versions need."""
+    bucket = storage.connect()
+    newest = ShipLog(bucket).find_confirmed()
+    assert newest is not None
+    states = [newest]
+    states += [ShippedState.of_version(bucket, version) for version in versions(storage) if version.state]
+    keys = {state.key for state in states}
+    for state in states:
+        keys |= {*map(shipped_key, parts_of(state.state or {}, partial(fetch_part, bucket)))}
+    return keys
 
 
 def check_whole(storage: ObjectStorage) -> list[RemoteVersion]:

@@ -23,6 +23,7 @@ from expstore.core import tuning
 from expstore.core.touched import Touched
 from expstore.core.values import Array, IntArray, Window
 from expstore.disk.atomic_build import SCRAP
+from expstore.episodes.fragments import clip
 from expstore.storages.columns.checksums import BLOCK_ROWS
 from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.columns.packed.capture import PackedCapture
@@ -73,6 +74,7 @@ class Increment:
         rows: How many rows it has that former increments lack, or that have changed.
         row_bytes: Their size in memory, bytes.
         through: The newest id that it covers.
+        count_episodes: Returns how many episodes have rows in the state.
     """
 
     state: dict[str, Any]
@@ -80,11 +82,17 @@ class Increment:
     rows: int
     row_bytes: int
     through: int
+    count_episodes: Callable[[], int]
     close: Callable[[], None]
 
 
 def capture(
-    storage: Store, former: dict[str, Any] | None, *, name: Callable[[], str], part_bytes: int = PART_BYTES
+    storage: Store,
+    former: dict[str, Any] | None,
+    *,
+    name: Callable[[], str],
+    part_bytes: int = PART_BYTES,
+    renew: bool = False,
 ) -> Increment | None:
     """Capture the present state of a store.
 
@@ -98,6 +106,7 @@ def capture(
             a state of other fields: everything is captured.
         name: Returns the name of a new part.
         part_bytes: Largest part, bytes before compression; a single row may be longer.
+        renew: Whether to return a state also if nothing has changed.
 
     Returns:
         None: nothing has changed since `former`.
@@ -120,7 +129,7 @@ def capture(
         for log in moment.logs:
             log.begin(None if moment.renews_logs else moment.files.get(log.path))
         storage.sync()
-        if moment.is_unchanged:
+        if moment.is_unchanged and not renew:
             return None
         parts = _Parts(storage, moment, name, part_bytes)
         rest = parts.make(held.pop_all())
@@ -132,7 +141,13 @@ def capture(
         if size > READY_BYTES:
             break
     return Increment(
-        parts.state, chain(ready, rest), parts.rows, parts.row_bytes, moment.window.last, rest.close
+        parts.state,
+        chain(ready, rest),
+        parts.rows,
+        parts.row_bytes,
+        moment.window.last,
+        moment.count_episodes,
+        rest.close,
     )
 
 
@@ -269,6 +284,7 @@ class _Moment:
         self.newest: dict[str, Array] = {}
         with storage.locks.sampled, storage.locks.episodes, storage.priorities.lock:
             rows.log.flush()  # the base record has its length
+            self._fragments = storage.episodes.fragments.capture()
             with storage.priorities.changing:  # priorities are set without the storage's lock
                 base = rows.base_record(storage.manifest.generation, opening=True)
                 self._take_values()
@@ -283,6 +299,10 @@ class _Moment:
         for one in captures:
             if isinstance(one, PackedCapture):
                 self.packed |= one.columns
+
+    def count_episodes(self) -> int:
+        """Return how many episodes have rows."""
+        return int(np.unique(clip(self._fragments.columns(), self.window.low)[0]).size)
 
     def _find_kept(self, columns: WritableColumns) -> int:
         """Return the newest id to which no stored row refers, nor an older one."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import google_crc32c
@@ -68,12 +69,24 @@ def parts_of(state: dict[str, Any], fetch: Fetch) -> set[str]:
     return {one.name for one in walk(_entries(state), state["kept"], fetch)}.union(others)
 
 
+def bytes_of(state: dict[str, Any]) -> int:
+    """Return the bytes of all parts of a state; some of those in pages may be needless."""
+    others = [(name, size) for which in ("values", "logs") for name, size in state[which]["parts"]]
+    return sum(one.size for one in _entries(state)) + sum(dict(others).values())
+
+
 def _entries(state: dict[str, Any]) -> list[Entry]:
     return [Entry(*one) for one in state["parts"]]
 
 
 def build(
-    folder: Path, state: dict[str, Any], fetch: Fetch, *, disk: Disk, progress: Progress | None = None
+    folder: Path,
+    state: dict[str, Any],
+    fetch: Fetch,
+    *,
+    disk: Disk,
+    progress: Progress | None = None,
+    files: Mapping[str, bytes] = MappingProxyType({}),
 ) -> None:
     """Build the store of a state: completely, or not at all.
 
@@ -86,6 +99,7 @@ def build(
         fetch: Returns the bytes of a part; called by several threads.
         disk: The disk on which files are accessed.
         progress: Called with bytes done and bytes in all.
+        files: More files, by their names.
 
     Raises:
         StateError: The state is of a later version of the library.
@@ -99,7 +113,7 @@ def build(
         )
     disk.make_dir(folder.parent)
     with build_folder(disk, folder) as scrap, parsing("the shipped state"):
-        _Build(disk, scrap, state, fetch, progress or (lambda done, whole: None)).run()
+        _Build(disk, scrap, state, fetch, progress or (lambda done, whole: None)).run(files)
 
 
 class _Build:
@@ -123,13 +137,10 @@ class _Build:
         self._written: list[Path] = []
         self._folders = {folder}
         self._blocks: set[int] = set()
-        entries = _entries(state)
-        others = [(name, size) for which in ("values", "logs") for name, size in state[which]["parts"]]
-        #: The bytes of all parts; some of those in pages may be needless.
-        self._whole = sum(one.size for one in entries) + sum(dict(others).values())
+        self._whole = bytes_of(state)
 
-    def run(self) -> None:
-        """Write and sync all files."""
+    def run(self, files: Mapping[str, bytes]) -> None:
+        """Write and sync all files, and the given ones."""
         pool = Threads()
         if self._manifest.schema is not None:
             self._build_columns(pool)
@@ -137,6 +148,8 @@ class _Build:
         self._put(MANIFEST, self._manifest.pack())
         self._put(STATE, bytes(PAGE))  # of no writer; a missing page would be reported as lost
         self._build_journal()
+        for name, data in files.items():
+            self._put(name, data)
         self._progress(self._whole, self._whole)
         sync_paths(self._disk, self._written, sorted(self._folders), pool)
 

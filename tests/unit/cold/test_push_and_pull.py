@@ -348,9 +348,9 @@ def test_a_list_of_a_newer_version_is_refused(
     storage: WatchedStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(version_list, "_FORMAT", 2)
+        patch.setattr(version_list, "_FIRST_FORMAT", 3)
         assert VersionList().commit(storage.connect(), None)
-    with pytest.raises(MigrationError, match="has format 2"):
+    with pytest.raises(MigrationError, match="has format 3"):
         cold.versions(storage)
 
 

@@ -1,27 +1,32 @@
 """The protocol of shipping: several writers whose requests are interleaved, lost, delayed and repeated.
 
-The writers run the real `ShipLog`, and a schedule says whose request is next. After every request that
-changes an object, the newest manifest must continue everything that was confirmed, and all of its parts must
-exist.
+The writers run the real `ShipLog`, push versions and prune them, and a schedule says whose request is next.
+After every request that changes an object, the newest manifest must continue everything that was confirmed,
+and all parts of it and of every version must exist.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 
-from expstore.cold.ship_log import SHIPPED_MANIFESTS, Claim, ShipLog, ShippedState, part_key
-from expstore.cold.version_list import unseal
-from expstore.errors import LockedError, RemoteError
+from expstore.cold import sweep, upload
+from expstore.cold.ship import Pinned
+from expstore.cold.ship_log import Claim, ShipLog, ShippedState, shipped_key
+from expstore.cold.version_list import LIST, STATES, VersionList, manifest_key
+from expstore.errors import LockedError, RemoteError, SnapshotError
 
 #: How a request may go wrong; "" if it does not.
 TROUBLES = (*[""] * 20, "lost", "failed", "delayed", "repeated")
+#: A request that others overtake does not fail.
+SLOW = (*[""] * 7, "slow")
 
 
 class Schedule:
@@ -81,6 +86,8 @@ class Objects:
         self.name = "s3://model"
         self._schedule, self._troubles = schedule, troubles
         self.objects: dict[str, bytes] = {}
+        self._tags = itertools.count()
+        self._tag = -1
         self._delayed: list[Callable[[], Any]] = []
         #: The rows of the last state that was confirmed.
         self.confirmed: list[int] = []
@@ -88,18 +95,31 @@ class Objects:
     # -- the laws
 
     def newest(self) -> ShippedState | None:
-        keys = [key for key in self.objects if key.startswith(f"{SHIPPED_MANIFESTS}/")]
+        keys = [key for key in self.objects if key.startswith(f"{STATES}/")]
         if not keys:
             return None
-        content = unseal(zlib.decompress(self.objects[max(keys)]), "it")
-        del content["format"]
-        return ShippedState(**content)
+        return ShippedState.unpack(self.objects[max(keys)], max(keys), self.name)
 
-    def check(self) -> None:
+    def versions(self) -> VersionList:
+        data = self.objects.get(LIST)
+        return VersionList() if data is None else VersionList.unpack(data, LIST)
+
+    def check(self) -> set[str]:
+        """Check the laws; return the keys of all parts and manifests that are needed."""
         newest = self.newest()
-        state = (newest and newest.state) or {"rows": [], "parts": []}
-        assert state["rows"][: len(self.confirmed)] == self.confirmed, "a confirmed state is not continued"
-        assert all(part_key(part) in self.objects for part in state["parts"]), "a part is missing"
+        if newest is None:
+            return set()
+        state = newest.state or {"ids": [], "parts": []}
+        assert state["ids"][: len(self.confirmed)] == self.confirmed, "a confirmed state is not continued"
+        assert all(shipped_key(part) in self.objects for part in state["parts"]), "a part is missing"
+        needed = {newest.key, *map(shipped_key, state["parts"])}
+        for version in self.versions().versions:
+            key = manifest_key(version)
+            assert key in self.objects, "the state of a version is missing"
+            parts = (ShippedState.unpack(self.objects[key], key, self.name).state or {})["parts"]
+            assert all(shipped_key(part) in self.objects for part in parts), "a part of a version is missing"
+            needed |= {key, *map(shipped_key, parts)}
+        return needed
 
     # -- requests
 
@@ -109,6 +129,9 @@ class Objects:
             self._delayed.pop(self._schedule.choose(len(self._delayed)))()
             self.check()
         trouble = self._troubles[self._schedule.choose(len(self._troubles))]
+        if trouble == "slow":
+            for _ in range(self._schedule.choose(40)):
+                self._schedule.take()
         if trouble == "delayed":
             self._delayed.append(act)
         elif trouble != "failed":
@@ -125,6 +148,8 @@ class Objects:
 
     def create(self, key: str, data: bytes) -> bool:
         def act() -> bool:
+            if key == LIST and key not in self.objects:
+                self._tag = next(self._tags)
             return self.objects.setdefault(key, data) is data
 
         return self._request(act)
@@ -134,6 +159,21 @@ class Objects:
 
     def read(self, key: str) -> bytes | None:
         return self._request(lambda: self.objects.get(key))
+
+    def read_tagged(self, key: str) -> tuple[bytes, dict[str, str]] | None:
+        assert key == LIST
+        return self._request(
+            lambda: (self.objects[key], {"e_tag": str(self._tag)}) if key in self.objects else None
+        )
+
+    def replace(self, key: str, data: bytes, tag: dict[str, str]) -> bool:
+        def act() -> bool:
+            if tag["e_tag"] != str(self._tag):
+                return False
+            self.objects[key], self._tag = data, next(self._tags)
+            return True
+
+        return self._request(act)
 
     def keys(self, prefix: str, after: str = "") -> Iterator[tuple[str, int]]:
         inside = f"{prefix}/"
@@ -147,10 +187,13 @@ class Objects:
 
 
 class Writer:
-    """Claim, restore, ship, and sweep, until fenced; then the same again."""
+    """Claim, restore, ship, push versions, and sweep, until fenced; then the same again."""
 
-    def __init__(self, objects: Objects, number: int, lives: int, rounds: int) -> None:
+    def __init__(
+        self, objects: Objects, number: int, lives: int, rounds: int, choose: Callable[[int], int] | None
+    ) -> None:
         self._objects, self._number, self._lives, self._rounds = objects, number, lives, rounds
+        self._choose = choose
         self._ids = itertools.count(1000 * number)
 
     def run(self) -> None:
@@ -163,7 +206,10 @@ class Writer:
                 self._restore(first)
                 for _ in range(self._rounds):
                     try:
-                        self._ship()
+                        if self._choose is None or self._choose(2):
+                            self._ship()
+                        else:
+                            upload._StatePush(self._objects, False, self, None, "uuid").run()  # type: ignore[arg-type]
                     except LockedError:
                         raise
                     except RemoteError:
@@ -176,19 +222,45 @@ class Writer:
     def _restore(self, first: ShippedState) -> None:
         """Read the parts: one may be missing only if another writer has claimed the address meanwhile."""
         for part in (first.state or {"parts": []})["parts"]:
-            if self._objects.read(part_key(part)) is None:
+            if self._objects.read(shipped_key(part)) is None:
                 self._log.check()
                 raise AssertionError("a restore lacks a part")
 
-    def _ship(self) -> None:
-        former = (self._log.newest and self._log.newest.state) or {"rows": [], "parts": []}
+    def go_on(self, *, pushes: bool) -> None:
+        """Ship until fenced."""
+        with contextlib.suppress(LockedError):
+            for _ in range(3):
+                with contextlib.suppress(RemoteError):
+                    if pushes:
+                        upload._StatePush(self._objects, False, self, None, "uuid").run()  # type: ignore[arg-type]
+                    self._ship()
+                    continue
+                for _ in range(5):
+                    with contextlib.suppress(RemoteError):
+                        self._log.check()
+                        break
+
+    def pin(self, push: str) -> Pinned:
+        """Do what `Shipper.pin` does."""
+        self._ship([push])
+        assert self._log.newest is not None
+        pinned = Pinned(self._log.newest, 0, 0, 0)
+        for _ in range(2):  # as another thread does
+            self._ship()
+        return pinned
+
+    def _ship(self, pushes: Sequence[str] = ()) -> None:
+        former = (self._log.newest and self._log.newest.state) or {"ids": [], "parts": []}
         part = self._log.name_part()
-        self._objects.write(part_key(part), b"")
+        self._objects.write(shipped_key(part), b"")
         # A ring of two parts: each state needs a new one, and drops one.
-        state = {"rows": [*former["rows"], next(self._ids)], "parts": [*former["parts"], part][-2:]}
-        self._log.commit(state, "uuid", 0.0)
-        assert state["rows"][: len(self._objects.confirmed)] == self._objects.confirmed
-        self._objects.confirmed = state["rows"]
+        ids = [*former["ids"], next(self._ids)]
+        # A state that is captured whole needs no former part.
+        keep = 2 if self._choose is None or self._choose(4) else 1
+        state = {"rows": len(ids), "ids": ids, "parts": [*former["parts"], part][-keep:]}
+        self._log.commit(state, "uuid", 0.0, pushes)
+        assert ids[: len(self._objects.confirmed)] == self._objects.confirmed
+        self._objects.confirmed = ids
         self._objects.check()
         self._sweep()
 
@@ -196,16 +268,39 @@ class Writer:
         self._log.sweep(lambda found: found["parts"])
 
 
+def _prune(objects: Objects, choose: Callable[[int], int]) -> None:
+    """Remove versions a few times; now and then also what pushes have sent that are still running."""
+    for _ in range(3):
+        listed = [version.number for version in objects.versions().versions]
+        drop = [listed[choose(len(listed))]] if listed else []
+        with contextlib.suppress(RemoteError, SnapshotError):  # another one may have removed the version
+            sweep._prune(objects, None, drop, 86_400.0 * choose(2))  # type: ignore[arg-type]
+
+
 def _play(
-    choose: Callable[[int], int], writers: int, lives: int, rounds: int, troubles: Sequence[str]
+    choose: Callable[[int], int],
+    writers: int,
+    lives: int,
+    rounds: int,
+    troubles: Sequence[str],
+    pruners: int = 0,
 ) -> Objects:
     schedule = Schedule(choose)
     objects = Objects(schedule, troubles)
-    schedule.run([Writer(objects, number, lives, rounds).run for number in range(1, writers + 1)])
+    pushes = choose if pruners else None
+    programs = [Writer(objects, number, lives, rounds, pushes).run for number in range(1, writers + 1)]
+    schedule.run([*programs, *[partial(_prune, objects, choose)] * pruners])
     return objects
 
 
+@pytest.fixture(autouse=True)
+def _simple_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "parts_of", lambda state, fetch: state["parts"])
+    monkeypatch.setattr(upload, "bytes_of", lambda state: 0)
+
+
 @pytest.mark.guarantee("ship/fencing")
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("block", [0, 1, pytest.param(2, marks=pytest.mark.torture)])
 def test_what_is_confirmed_is_continued_whatever_happens_to_requests(block: int) -> None:
     shipped = 0
@@ -214,6 +309,48 @@ def test_what_is_confirmed_is_continued_whatever_happens_to_requests(block: int)
         objects = _play(rng.randrange, 2 + seed % 2, 2, 3, TROUBLES if seed % 3 else ("",))
         shipped += len(objects.confirmed)
     assert shipped > 100
+
+
+@pytest.mark.guarantee(
+    "ship/versions",
+    "A version of a shipped store shares the parts of the store. Neither its writers nor `prune` delete what"
+    " the newest state or a remaining version needs, and `prune` deletes the rest.",
+)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("block", [0, 1, pytest.param(2, marks=pytest.mark.torture)])
+def test_versions_and_the_newest_state_keep_their_parts(block: int) -> None:
+    pushed = 0
+    for seed in range(2000 if block == 2 else 60):
+        rng = random.Random(1_000_000 * block + seed)
+        troubles = (*TROUBLES, *SLOW) if seed % 3 else SLOW
+        objects = _play(rng.randrange, 1 + seed % 2, 2, 4, troubles, pruners=1 + seed % 4 // 2)
+        pushed += objects.versions().next_number - 1
+        if seed % 3:
+            continue
+        objects._request = lambda act: act()  # type: ignore[method-assign]
+        sweep._prune(objects, None, (), 0.0)  # type: ignore[arg-type]
+        left = {key for key in objects.objects if not key.startswith((LIST, "epoch/"))}
+        assert left == objects.check()
+    assert pushed > 40
+
+
+@pytest.mark.guarantee("ship/versions")
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("lives", [1, 2])
+def test_a_prune_amid_a_claim_or_a_push_deletes_nothing_that_is_needed(lives: int) -> None:
+    """Nothing but one writer that ships, one claim or push, and one prune: many orders of their requests."""
+    for seed in range(700):
+        choose = random.Random(seed).randrange
+        schedule = Schedule(choose)
+        objects = Objects(schedule, (*SLOW, "lost") if lives == 1 else SLOW)
+        request, objects._request = objects._request, lambda act: act()  # type: ignore[method-assign]
+        former, claims = Writer(objects, 1, 1, 0, choose), Writer(objects, 2, 1, 1, None)
+        former.run()
+        for _ in range(3):
+            former._ship()
+        objects._request = request  # type: ignore[method-assign]
+        programs = [partial(former.go_on, pushes=lives == 1), partial(_prune, objects, choose)]
+        schedule.run([*programs, claims.run] if lives == 2 else programs)
 
 
 @pytest.mark.parametrize("rounds", [0, 1])
@@ -250,13 +387,13 @@ def _make_logs(count: int) -> list[ShipLog]:
 def test_what_a_fenced_writer_uploads_later_is_never_continued() -> None:
     former, second, third = _make_logs(3)
     former.claim(0, Claim(nonce="a", host="h", pid=1, since=0.0))
-    former.commit({"rows": [1], "parts": []}, "uuid", 0.0)
+    former.commit({"ids": [1], "parts": []}, "uuid", 0.0)
     second.claim(1, Claim(nonce="b", host="h", pid=2, since=0.0))  # and ships nothing
     with pytest.raises(LockedError, match="process 2 on h"):
-        former.commit({"rows": [1, 2], "parts": []}, "uuid", 0.0)
+        former.commit({"ids": [1, 2], "parts": []}, "uuid", 0.0)
     continued = third.claim(2, Claim(nonce="c", host="h", pid=3, since=0.0)).state
     assert continued is not None
-    assert continued["rows"] == [1]
+    assert continued["ids"] == [1]
 
 
 def test_a_claim_whose_answer_was_lost_is_recognized() -> None:
@@ -266,6 +403,6 @@ def test_a_claim_whose_answer_was_lost_is_recognized() -> None:
     objects.create = lambda key, data: create(key, data) and create(key, data)  # type: ignore[method-assign]
     log = ShipLog(objects)  # type: ignore[arg-type]
     log.claim(0, Claim(nonce="a", host="h", pid=1, since=0.0))
-    log.commit({"rows": [1], "parts": []}, "uuid", 0.0)
+    log.commit({"ids": [1], "parts": []}, "uuid", 0.0)
     with pytest.raises(LockedError, match="process 1 on h has claimed it since 1970"):
         ShipLog(objects).claim(0, Claim(nonce="b", host="h", pid=2, since=0.0))  # type: ignore[arg-type]
