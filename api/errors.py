@@ -42,6 +42,7 @@ STATUS: Mapping[type[errors.ExpStoreError], int] = {
 KINDS: Mapping[str, int] = {
     "too_large": 413,
     "disk_full": 507,
+    "not_shipped": 504,
     "timeout": 504,
     "busy": 503,
     "sandbox": 500,

@@ -394,10 +394,22 @@ async def annotate_rows(
     return Updated(updated=await store.run(update))
 
 
-@router.post("/stores/{name}/flush", summary="Sync a store to disk", responses=problems(507))
-async def flush(store: Store) -> Done:
-    """Sync all files of the store to the disk. Rows that were written before survive a power failure."""
-    await store.run(store.rb.flush)
+@router.post("/stores/{name}/flush", summary="Sync a store to disk", responses=problems(504, 507))
+async def flush(
+    store: Store,
+    shipped: Annotated[
+        bool, Query(description="Whether to wait until all of it is shipped to object storage, too.")
+    ] = False,
+    timeout: Annotated[
+        float, Query(gt=0, le=600, description="How many seconds to wait for that.", examples=[5.0])
+    ] = 60.0,
+) -> Done:
+    """Sync all files of the store to the disk. Rows that were written before survive a power failure.
+
+    With `shipped` they also survive the loss of the machine. Status 504, kind `not_shipped`: they were not
+    shipped in time, and will be later.
+    """
+    await store.run(partial(store.rb.flush, shipped=shipped, timeout=timeout))
     return Done()
 
 

@@ -398,9 +398,19 @@ class ShardedReplayBuffer(ServedBuffer[tuple[int, int]]):
     def _ask_each(self, act: Callable[[Member], _Result]) -> list[_Result]:
         return self._each(lambda shard: shard.ask(act))
 
-    def flush(self) -> None:
-        """Sync all shards: rows written before survive a power failure of the servers' machines."""
-        self._each(lambda shard: shard.call(lambda buffer: buffer.flush()))
+    def flush(self, *, shipped: bool = False, timeout: float = 60.0) -> None:
+        """Sync all shards: rows written before survive a power failure of the servers' machines.
+
+        Args:
+            shipped: Whether to wait until each shard is shipped, too: what a lost shard is restored from has
+                all rows that were acknowledged before the call.
+            timeout: How long to wait for that, seconds; at most 600.
+
+        Raises:
+            RemoteError: A shard did not answer, or was not shipped in time (kind "not_shipped").
+            StateError: `shipped` is set, and a shard is not shipped.
+        """
+        self._each(lambda shard: shard.call(lambda buffer: buffer.flush(shipped=shipped, timeout=timeout)))
 
     def stats(self) -> dict[str, Any]:
         """Return statistics: `shards`, those of each shard by its number, and sums of some of them."""

@@ -7,6 +7,7 @@ shards, in a cluster file. Used by `expstore.cluster.ray`.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import threading
@@ -21,17 +22,29 @@ from expstore.cluster.members import ClusterFile, MemberList
 from expstore.disk.files import Disk
 from expstore.errors import ExpStoreError, LockedError, NotFoundError, StateError
 from expstore.on_ray.members import find_registry, ray, wait_for
+from expstore.on_ray.nodes import (
+    Node,
+    address_of,
+    kill_shard,
+    name_shard,
+    pick_node,
+    read_nodes,
+    start_actor,
+)
 from expstore.storages.format.manifest import MANIFEST, Manifest
 
 if TYPE_CHECKING:
     from expstore.api.server import ServerThread
     from expstore.api.stores import Served
 
+_log = logging.getLogger("expstore")
 #: Seconds that an actor waits for the lock of its store, which a process that ends may still hold.
 _LOCK_SECONDS = 60.0
 _LOCK_PAUSE_SECONDS = 0.2
 #: Seconds between two reports of a shard to the registry.
 _REPORT_SECONDS = 1.0
+#: Seconds between two looks of the registry for nodes that have left.
+_WATCH_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -59,6 +72,13 @@ class ClusterSpec:
     def find_path(self, number: int) -> Path:
         """Return the path of a shard's store on its node."""
         return Path(self.path.replace("{shard}", str(number)))
+
+    def find_address(self, number: int) -> str | None:
+        """Return where a shard is shipped to, which is what its server says; None: it is not shipped."""
+        url = self.server.get("ship")
+        return (
+            None if url is None else f"{url.rstrip('/')}/{self.find_path(number).name.removesuffix('.exp')}"
+        )
 
 
 @dataclass(frozen=True)
@@ -88,6 +108,7 @@ class ShardSpec:
         uuid: Uuid of its store; None: the first start creates the store, and the registry knows its uuid
             later.
         origin: The version of which the first start creates the store; None: it creates an empty one.
+        is_moved: Whether it was at another address before, so that the first start tells the registry.
     """
 
     cluster: ClusterSpec
@@ -96,6 +117,7 @@ class ShardSpec:
     port: int
     uuid: str | None = None
     origin: Restored | None = None
+    is_moved: bool = False
 
 
 class Found(NamedTuple):
@@ -131,7 +153,8 @@ class Running(NamedTuple):
 class ShardActor:
     """Serve one store until the actor is stopped; Ray restarts it in place if its process dies.
 
-    If the store is missing, or is another one, the actor serves nothing and tries again every second.
+    A store that is missing is restored from what was shipped. If nothing was, or there is another store, the
+    actor serves nothing and tries again every second.
 
     Processes: one holds the store. Crashes: a restarted actor opens the same store, so that no acknowledged
     row is lost, and listens on the same port, or tells the registry another one.
@@ -144,7 +167,8 @@ class ShardActor:
         self._spec, self._lock = spec, threading.Lock()
         self._server: ServerThread | None = None
         self._is_restarted: bool = ray.get_runtime_context().was_current_actor_reconstructed
-        self._is_announced = not self._is_restarted  # the registry has the address of the first start
+        #: Whether the registry has the address; it gets that of a first start from who starts it.
+        self._is_announced = not (self._is_restarted or spec.is_moved)
         self._ended = threading.Event()
         with contextlib.suppress(ExpStoreError):  # the first `read_status` raises it
             self._serve()
@@ -212,6 +236,7 @@ def _start_server(spec: ShardSpec, uuid: str) -> ServerThread:
     from expstore.api.settings import Settings
 
     cluster, path = spec.cluster, spec.cluster.find_path(spec.number)
+    _restore_shipped(path, cluster.find_address(spec.number))
     _check_store(path, spec, uuid)
     hosts = (spec.address, *cluster.server.get("hosts", ()))
     settings = Settings(path=path, token=cluster.token.encode(), **(dict(cluster.server) | {"hosts": hosts}))
@@ -225,6 +250,16 @@ def _start_server(spec: ShardSpec, uuid: str) -> ServerThread:
         if exc.kind != "address":  # another program has the port now
             raise
         return _wait_for_lock(lambda: listen(0))
+
+
+def _restore_shipped(path: Path, url: str | None) -> None:
+    """Restore what was shipped of a store, if there is no store at the path."""
+    if url is None or _read_uuid(path) is not None:
+        return
+    from expstore.cold.ship import Shipper
+    from expstore.cold.ship_settings import Ship
+
+    Shipper(Ship(url)).restore_missing(path)
 
 
 def _check_store(path: Path, spec: ShardSpec, uuid: str) -> None:
@@ -252,9 +287,11 @@ def _make_store(spec: ShardSpec) -> str:
     """Create the store of a new shard; return its uuid."""
     from expstore._open import open as open_store
 
-    path = spec.cluster.find_path(spec.number)
-    if spec.origin is None:
-        open_store(path, mode="x", **spec.cluster.store).close()
+    path, ship = spec.cluster.find_path(spec.number), spec.cluster.find_address(spec.number)
+    if (
+        spec.origin is None
+    ):  # with `ship`, it restores what an earlier cluster has shipped, or ships a first state
+        open_store(path, mode="x" if ship is None else "a", ship=ship, **spec.cluster.store).close()
     else:
         _restore(path, spec.origin)
     uuid = _read_uuid(path)
@@ -298,6 +335,10 @@ def _kill_this_process() -> None:
 class Registry:
     """The list of a cluster's shards, kept in a cluster file.
 
+    If shards are shipped, a thread looks every second whether their nodes are there, and starts a shard whose
+    node has left on another one, or on the one that has come back at its address. It keeps its number, and is
+    restored unless its store is on that node.
+
     Crashes: every change is in the file when the call returns; a restarted registry reads it.
 
     Args:
@@ -312,6 +353,40 @@ class Registry:
             first.save(spec.file)
         self._file = known or first
         self._written: dict[int, int] = {}
+        #: The id of each shard's node, of shards that are shipped; "": it was not there from the start.
+        self._nodes: dict[int, str] = {}
+        self._ended = threading.Event()
+        if spec.find_address(0) is not None:
+            threading.Thread(target=self._watch, name="expstore-watch", daemon=True).start()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_WATCH_SECONDS):
+            try:
+                self._move_lost()
+            except Exception as exc:  # it tries again
+                _log.warning("shards of lost nodes of cluster %r cannot be moved: %s", self._spec.name, exc)
+
+    def _move_lost(self) -> None:
+        """Start shards whose nodes have left on other nodes."""
+        nodes = read_nodes()
+        by_address = {node.address: node for node in nodes}
+        for member in self._file.list.members:
+            former = by_address.get(address_of(member))
+            if member.number not in self._nodes:
+                self._nodes[member.number] = "" if former is None else former.id
+            if self._nodes[member.number] in {node.id for node in nodes}:
+                continue
+            node = former or pick_node(nodes, self._file.list)
+            kill_shard(self._spec.name, member.number)
+            port = port_of(member.url)
+            shard = ShardSpec(self._spec, member.number, node.address, port, member.uuid, is_moved=True)
+            start_shard(shard, node)
+            self._nodes[member.number] = node.id
+            _log.warning("the node of shard %d has left: it is moved to %s", member.number, node.address)
+
+    def end_watch(self) -> None:
+        """Move no more shards: the cluster is being stopped."""
+        self._ended.set()
 
     def describe(self) -> ClusterSpec:
         """Return what the cluster was started with."""
@@ -375,6 +450,12 @@ def _add_as(file: ClusterFile, number: int, url: str, store: str) -> ClusterFile
             hint="try again",
         )
     return file.add(url, store)
+
+
+def start_shard(shard: ShardSpec, node: Node) -> Any:
+    """Start the actor of a shard on a node."""
+    cluster = shard.cluster
+    return start_actor(ShardActor, name_shard(cluster.name, shard.number), node, cluster.actor, shard)
 
 
 # -- tasks ---------------------------------------------------------------------------------------------

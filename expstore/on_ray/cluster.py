@@ -9,14 +9,11 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from typing import Any
 
 from expstore.cluster.members import ClusterFile, MemberList, ShardEntry
 from expstore.disk.local_path import local_path
@@ -34,17 +31,16 @@ from expstore.on_ray.actors import (
     Registry,
     Restored,
     Running,
-    ShardActor,
     ShardSpec,
     find_store,
     load_file,
     port_of,
     read_shard,
     split_shard,
+    start_shard,
 )
 from expstore.on_ray.buffer import RayShardedReplayBuffer
 from expstore.on_ray.members import (
-    NAMESPACE,
     RayMembers,
     check_initialized,
     find_registry,
@@ -52,44 +48,34 @@ from expstore.on_ray.members import (
     ray,
     wait_for,
 )
+from expstore.on_ray.nodes import (
+    OWN_OPTIONS,
+    STOP_SECONDS,
+    Node,
+    address_of,
+    choose_nodes,
+    find_head,
+    find_shard,
+    has_actor,
+    kill_shard,
+    pick_node,
+    read_nodes,
+    run_on,
+    start_actor,
+    submit,
+    wait_until_free,
+)
 from expstore.remote.connect_options import ConnectOptions
 from expstore.remote.transport import Retries
 
 __all__ = ["Cluster", "RayMembers", "RayShardedReplayBuffer", "Replaced", "ShardStatus", "find", "start"]
 
-#: The resource that only the head node of Ray has.
-_HEAD = "node:__internal_head__"
 _PLACE = "{shard}"
 #: Seconds that an actor has to tell its status before it counts as not answering.
 _ANSWER_SECONDS = 5.0
-#: Seconds that a shard may take to close its store, and Ray to end an actor.
-_STOP_SECONDS = 60.0
-_PAUSE_SECONDS = 0.05
 #: Rows of a block of a Ray data set.
 _BLOCK_ROWS = 100_000
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-#: Options of actors that we set.
-_OWN_OPTIONS = {
-    "get_if_exists",
-    "lifetime",
-    "max_restarts",
-    "max_task_retries",
-    "name",
-    "namespace",
-    "scheduling_strategy",
-}
-
-
-class _Node(NamedTuple):
-    """A node of Ray.
-
-    Args:
-        id: Its id.
-        address: Its address.
-    """
-
-    id: str
-    address: str
 
 
 @dataclass(frozen=True)
@@ -202,10 +188,14 @@ class Cluster:
         """
         if n < 1:
             raise ValueError(f"n must be at least 1, got {n!r}")
-        places = _choose_nodes(nodes)
-        return [self._grow(self._pick(places, lap if nodes else None), None) for lap in range(n)]
+        places = choose_nodes(nodes)
+        members = self._members
+        return [
+            self._grow(places[lap % len(places)] if nodes else pick_node(places, members.read()), None)
+            for lap in range(n)
+        ]
 
-    def _grow(self, node: _Node, origin: Restored | None, lost: int | None = None) -> int:
+    def _grow(self, node: Node, origin: Restored | None, lost: int | None = None) -> int:
         """Start a shard on a node and note it in the registry; return its number.
 
         Args:
@@ -215,13 +205,13 @@ class Cluster:
         """
         number: int = wait_for(self._registry.next_number.remote())
         path = self._spec.find_path(number)
-        found: Found = _run_on(node, find_store, path)
+        found: Found = run_on(node, find_store, path)
         if found.uuid is not None:
             raise StateError(
                 f"{path} on node {node.address} is a store already", kind="exists",
                 hint="move it away: the next shard has this path",
             )  # fmt: skip
-        actor = _start_shard(ShardSpec(self._spec, number, node.address, found.port, origin=origin), node)
+        actor = start_shard(ShardSpec(self._spec, number, node.address, found.port, origin=origin), node)
         try:
             running: Running = wait_for(actor.read_status.remote())
             facts = (number, running.url, running.uuid)
@@ -232,12 +222,6 @@ class Cluster:
             ray.kill(actor, no_restart=True)
             raise
         return number
-
-    def _pick(self, nodes: Sequence[_Node], lap: int | None) -> _Node:
-        if lap is not None:
-            return nodes[lap % len(nodes)]
-        used = [_address_of(member) for member in self._members.read().members]
-        return min(nodes, key=lambda node: used.count(node.address))
 
     def retire(self, shard: int) -> None:
         """Let a shard accept no new sources. Its rows are still sampled.
@@ -294,10 +278,10 @@ class Cluster:
                 f"shard {shard} answers at {status.url}: replacing it would lose rows",
                 hint="retire() it, or stop its node for good first",
             )
-        place = self._pick(_choose_nodes(None if node is None else [node]), None)
+        place = pick_node(choose_nodes(None if node is None else [node]), self._members.read())
         number = self._grow(place, Restored(from_, version, str(members[shard].uuid)), shard)
-        self._kill_actor(shard)
-        running = wait_for(_find_shard(self.name, number).read_status.remote())
+        kill_shard(self.name, shard)
+        running = wait_for(find_shard(self.name, number).read_status.remote())
         missing = None if status.written is None else max(0, status.written - running.written)
         return Replaced(number, running.rows, missing)
 
@@ -309,10 +293,11 @@ class Cluster:
         Raises:
             RemoteError: An actor did not end.
         """
+        wait_for(self._registry.end_watch.remote())
         for member in self._ask_members().members:
             self._stop_actor(member.number)
         ray.kill(self._registry, no_restart=True)
-        _wait_until_free(name_registry(self.name))
+        wait_until_free(name_registry(self.name))
 
     # -- status ------------------------------------------------------------------------------------
 
@@ -326,14 +311,14 @@ class Cluster:
 
     def _read_status(self, member: ShardEntry) -> ShardStatus:
         written: int | None = wait_for(self._registry.find_written.remote(member.number))
-        address = _address_of(member)
+        address = address_of(member)
         running: Running | None = None
         state = "serving"
-        if address not in {node.address for node in _read_nodes()}:
+        if address not in {node.address for node in read_nodes()}:
             state = "lost"
         else:
             try:
-                actor = _find_shard(self.name, member.number)
+                actor = find_shard(self.name, member.number)
                 running = wait_for(actor.read_status.remote(), seconds=_ANSWER_SECONDS)
             except RemoteError:
                 state = "restarting"
@@ -373,16 +358,16 @@ class Cluster:
         """
         from ray.data import from_arrow_refs
 
-        nodes = {node.address: node for node in _read_nodes()}
-        places: list[tuple[int, Path, _Node]] = []
+        nodes = {node.address: node for node in read_nodes()}
+        places: list[tuple[int, Path, Node]] = []
         for member in self._ask_members().members:
-            node = nodes.get(_address_of(member))
+            node = nodes.get(address_of(member))
             if node is None:
                 raise RemoteError(f"the node of shard {member.number} ({member.url}) has left", kind="lost")
             places.append((member.number, self._spec.find_path(member.number), node))
-        ranges = wait_for([_submit(node, split_shard, path, block_rows) for _, path, node in places])
+        ranges = wait_for([submit(node, split_shard, path, block_rows) for _, path, node in places])
         answers = [
-            _submit(node, read_shard, path, number, episodes, where, fields, returns=2)
+            submit(node, read_shard, path, number, episodes, where, fields, returns=2)
             for (number, path, node), found in zip(places, ranges, strict=True)
             for episodes in found
         ]
@@ -404,16 +389,8 @@ class Cluster:
 
     def _stop_actor(self, number: int) -> None:
         with contextlib.suppress(ExpStoreError):  # it does not answer, and is killed
-            wait_for(_find_shard(self.name, number).stop.remote(), seconds=_STOP_SECONDS)
-        self._kill_actor(number)
-
-    def _kill_actor(self, number: int) -> None:
-        try:
-            actor = _find_shard(self.name, number)
-        except NotFoundError:
-            return
-        ray.kill(actor, no_restart=True)
-        _wait_until_free(_name_shard(self.name, number))
+            wait_for(find_shard(self.name, number).stop.remote(), seconds=STOP_SECONDS)
+        kill_shard(self.name, number)
 
 
 def find(name: str = "expstore") -> Cluster:
@@ -452,7 +429,7 @@ def start(
     Each shard is a detached actor, pinned to its node. It serves its store on the node's address at a free
     port, and only requests with the token are answered. If its process dies, Ray starts it again on the same
     node with the same store, at the same port if that is free. A registry, an actor on the head node, keeps
-    the list of the shards in a cluster file.
+    the list of the shards in a cluster file, and moves shards that are shipped from nodes that have left.
 
     Ray must have been initialized, and is not shut down by this library.
 
@@ -467,8 +444,10 @@ def start(
         name: Name of the cluster, for `find`.
         file: The cluster file, on the head node; None: `NAME.cluster.json` in the folder above the stores.
         allow_lost: Start although the node or the store of a shard is missing, in order to `replace` it.
+            Shards that are shipped need it not: they are restored.
         store: More options of `expstore.open` for new stores.
-        server: More options of `expstore.api.Settings`, such as `samples_per_insert`.
+        server: More options of `expstore.api.Settings`, such as `samples_per_insert`. With `ship`, a shard
+            whose node or disk is lost is restored from what was shipped, also by a start without the file.
         actor: Options of Ray for the actors of shards, such as `num_cpus` (0 by default) or `memory`.
 
     Raises:
@@ -490,17 +469,17 @@ def start(
     spec = _describe(path, capacity, token, name, file, store, server, actor)
     if shards is not None and shards < 1:
         raise ArgumentError(f"shards must be at least 1, got {shards!r}")
-    if _has_actor(name_registry(name)):
+    if has_actor(name_registry(name)):
         raise StateError(
             f"a cluster {name!r} runs already", kind="exists",
             hint="use it: expstore.cluster.ray.find(), stop it, or choose another name",
         )  # fmt: skip
-    head = _find_head()
-    known: ClusterFile | None = _run_on(head, load_file, spec.file)
+    head = find_head()
+    known: ClusterFile | None = run_on(head, load_file, spec.file)
     if known is None:
         if allow_lost:
             raise ArgumentError(f"allow_lost is for an earlier cluster, and there is no file {spec.file}")
-        places = _place_stores(spec, _choose_nodes(nodes), shards)
+        places = _place_stores(spec, choose_nodes(nodes), shards)
     else:
         if nodes is not None:
             raise ArgumentError(f"nodes= is for a new cluster: {spec.file} says where the shards are")
@@ -513,7 +492,7 @@ def start(
     actors: list[Any] = []
     try:
         for shard, node in places:
-            actors.append(_start_shard(shard, node))  # one by one: if the next fails, this one is ended
+            actors.append(start_shard(shard, node))  # one by one: if the next fails, this one is ended
         running = {
             shard.number: one
             for actor, (shard, _) in zip(actors, places, strict=True)
@@ -523,7 +502,7 @@ def start(
         for number, one in running.items():
             if one.url != first.find(number).url:
                 first = first.move(number, one.url, one.uuid)
-        registry = _start_actor(Registry, name_registry(name), head, {"num_cpus": 0}, spec, first)
+        registry = start_actor(Registry, name_registry(name), head, {"num_cpus": 0}, spec, first)
         actors.append(registry)
         wait_for(registry.read.remote(0))
         return Cluster(spec)
@@ -552,9 +531,9 @@ def _describe(
     if not _NAME.fullmatch(name):
         raise ArgumentError(f"{name!r} is not a name: use at most 100 letters, digits, '.', '_' and '-'")
     for what, options, own in (
-        ("store", store, {"path", "mode", "capacity", "version"}),
+        ("store", store, {"path", "mode", "capacity", "version", "ship"}),
         ("server", server, {"path", "token", "read_only"}),
-        ("actor", actor, _OWN_OPTIONS),
+        ("actor", actor, OWN_OPTIONS),
     ):
         if taken := sorted(own & set(options or {})):
             raise ArgumentError(f"{what}= must not have {taken[0]!r}, which start() sets itself")
@@ -572,17 +551,21 @@ def _describe(
         Settings(path=spec.find_path(0), token=spec.token.encode(), **spec.server)
     except TypeError as exc:
         raise ArgumentError(f"server= has an option that a server does not have: {exc}") from exc
+    if (address := spec.find_address(0)) is not None and address == spec.find_address(1):
+        raise ArgumentError(
+            f"all shards would be shipped to {address}", hint=f"name the folders run-{_PLACE}.exp"
+        )
     return spec
 
 
 def _place_stores(
-    spec: ClusterSpec, nodes: Sequence[_Node], shards: int | None
-) -> list[tuple[ShardSpec, _Node]]:
+    spec: ClusterSpec, nodes: Sequence[Node], shards: int | None
+) -> list[tuple[ShardSpec, Node]]:
     """Choose the nodes of a new cluster; the actors create the stores, unless all of them exist."""
     count = len(nodes) if shards is None else shards
     places = [nodes[number % len(nodes)] for number in range(count)]
     paths = [spec.find_path(number) for number in range(count)]
-    jobs = [_submit(node, find_store, path) for node, path in zip(places, paths, strict=True)]
+    jobs = [submit(node, find_store, path) for node, path in zip(places, paths, strict=True)]
     found: list[Found] = wait_for(jobs)
     there = [number for number, one in enumerate(found) if one.uuid is not None]
     if there and len(there) < count:
@@ -598,119 +581,21 @@ def _place_stores(
     ]
 
 
-def _find_stores(spec: ClusterSpec, known: ClusterFile, allow_lost: bool) -> list[tuple[ShardSpec, _Node]]:
+def _find_stores(spec: ClusterSpec, known: ClusterFile, allow_lost: bool) -> list[tuple[ShardSpec, Node]]:
     """Find the stores that a cluster file lists."""
-    nodes = {node.address: node for node in _read_nodes()}
+    nodes = {node.address: node for node in read_nodes()}
     places = []
     for member in known.list.members:
-        node = nodes.get(_address_of(member))
+        node = nodes.get(address_of(member))
         if node is not None:
             shard = ShardSpec(spec, member.number, node.address, port_of(member.url), member.uuid)
             places.append((shard, node))
-        elif not allow_lost:
+        elif not allow_lost and spec.find_address(0) is None:  # the registry moves what is shipped
             raise StateError(
-                f"shard {member.number} was on node {_address_of(member)}, which is not in this Ray cluster",
+                f"shard {member.number} was on node {address_of(member)}, which is not in this Ray cluster",
                 kind="lost", hint="start the node, or pass allow_lost=True and replace() the shard",
             )  # fmt: skip
     return places
-
-
-def _read_nodes() -> list[_Node]:
-    """Return the nodes that are alive, ordered by address."""
-    found = [_Node(one["NodeID"], one["NodeManagerAddress"]) for one in ray.nodes() if one["Alive"]]
-    return sorted(found, key=lambda node: (node.address, node.id))
-
-
-def _find_head() -> _Node:
-    for one in ray.nodes():
-        if one["Alive"] and _HEAD in one["Resources"]:
-            return _Node(one["NodeID"], one["NodeManagerAddress"])
-    raise StateError("Ray tells no head node, on which the registry runs", kind="ray")
-
-
-def _choose_nodes(names: Sequence[str] | None) -> list[_Node]:
-    """Return nodes by their ids or addresses, in this order; None: all.
-
-    Raises:
-        NotFoundError: There is no such node.
-    """
-    alive = _read_nodes()
-    if names is None:
-        return alive
-    if isinstance(names, str) or not names:
-        raise ArgumentError(f"nodes must be a list of ids or addresses, got {names!r}")
-    chosen = []
-    for name in names:
-        node = next((node for node in alive if name in node), None)
-        if node is None:
-            known = ", ".join(node.address for node in alive)
-            raise NotFoundError(f"there is no node {name!r} in this Ray cluster", hint=f"there are {known}")
-        chosen.append(node)
-    return chosen
-
-
-def _pin(node: _Node) -> Any:
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    return NodeAffinitySchedulingStrategy(node_id=node.id, soft=False)
-
-
-def _submit(node: _Node, function: Callable[..., Any], *arguments: Any, returns: int = 1) -> Any:
-    """Start a function in a task on a node."""
-    task = ray.remote(function).options(num_cpus=0, num_returns=returns, scheduling_strategy=_pin(node))
-    return task.remote(*arguments)
-
-
-def _run_on(node: _Node, function: Callable[..., Any], *arguments: Any) -> Any:
-    return wait_for(_submit(node, function, *arguments))
-
-
-def _start_actor(cls: type, name: str, node: _Node, options: Mapping[str, Any], *arguments: Any) -> Any:
-    """Start a detached actor on a node.
-
-    Raises:
-        StateError: There is an actor of this name.
-    """
-    made = ray.remote(cls).options(
-        **options, name=name, namespace=NAMESPACE, lifetime="detached", max_restarts=-1, max_task_retries=-1,
-        scheduling_strategy=_pin(node),
-    )  # fmt: skip
-    try:
-        return made.remote(*arguments)
-    except ray.exceptions.ActorAlreadyExistsError as exc:
-        raise StateError(
-            f"an actor {name!r} runs already in the namespace {NAMESPACE!r} of Ray", kind="exists",
-            hint=f"stop its cluster, or, if it has none: ray.kill(ray.get_actor({name!r}, {NAMESPACE!r}))",
-        ) from exc  # fmt: skip
-
-
-def _start_shard(shard: ShardSpec, node: _Node) -> Any:
-    cluster = shard.cluster
-    return _start_actor(ShardActor, _name_shard(cluster.name, shard.number), node, cluster.actor, shard)
-
-
-def _name_shard(cluster: str, number: int) -> str:
-    return f"{cluster}:shard-{number}"
-
-
-def _find_shard(cluster: str, number: int) -> Any:
-    """Return the actor of a shard.
-
-    Raises:
-        NotFoundError: It was not started, or has been stopped.
-    """
-    try:
-        return ray.get_actor(_name_shard(cluster, number), namespace=NAMESPACE)
-    except ValueError as exc:
-        raise NotFoundError(f"shard {number} of cluster {cluster!r} has no actor") from exc
-
-
-def _has_actor(name: str) -> bool:
-    try:
-        ray.get_actor(name, namespace=NAMESPACE)
-    except ValueError:
-        return False
-    return True
 
 
 def _wait_until_it_serves(actor: Any, allow_lost: bool) -> Running | None:
@@ -726,21 +611,3 @@ def _wait_until_it_serves(actor: Any, allow_lost: bool) -> Running | None:
         if allow_lost:
             return None
         raise
-
-
-def _wait_until_free(name: str) -> None:
-    """Wait until an actor that was killed is gone.
-
-    Raises:
-        RemoteError: It is not.
-    """
-    deadline, pause = time.monotonic() + _STOP_SECONDS, threading.Event()
-    while _has_actor(name):
-        if time.monotonic() > deadline:
-            raise RemoteError(f"actor {name!r} did not end in {_STOP_SECONDS:.0f} s", kind="unreachable")
-        pause.wait(_PAUSE_SECONDS)
-
-
-def _address_of(member: ShardEntry) -> str:
-    """Return the address of a member's node."""
-    return str(urlsplit(member.url).hostname)

@@ -468,9 +468,19 @@ class RemoteReplayBuffer(ServedBuffer[int]):
 
     # -- the whole store -------------------------------------------------------------------------
 
-    def flush(self) -> None:
-        """Sync the store to the server's disk: rows written before survive a power failure of its machine."""
-        self._json("POST", "flush", write=True)
+    def flush(self, *, shipped: bool = False, timeout: float = 60.0) -> None:
+        """Sync the store to the server's disk: rows written before survive a power failure of its machine.
+
+        Args:
+            shipped: Whether to wait until all of it is shipped, too: it survives the loss of the machine.
+            timeout: How long to wait for that, seconds; at most 600.
+
+        Raises:
+            RemoteError: It was not shipped in time; it will be later (kind "not_shipped").
+            StateError: `shipped` is set, and the server does not ship the store.
+        """
+        params = {"shipped": "true", "timeout": str(timeout)} if shipped else None
+        self._connection.request("POST", "flush", params=params, write=True, wait=timeout if shipped else 0.0)
 
     def stats(self) -> dict[str, Any]:
         """Return statistics of the store, as JSON values."""

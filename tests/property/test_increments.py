@@ -20,6 +20,7 @@ from expstore.errors import ExpStoreError
 from expstore.maintenance.verify import verify
 from expstore.specs import Continued
 from expstore.storages.engine.increment import Increment, capture
+from expstore.storages.engine.open_settings import Settings
 from expstore.storages.snapshots import increment_parts
 from expstore.storages.snapshots.rebuild import build, parts_of
 from expstore.writers.writers import TensorDictMaxValueWriter
@@ -29,6 +30,8 @@ pytestmark = pytest.mark.index
 
 _PACKED = {"layout": "packed", "rows": 4}
 _SHARED = {"columns": "flat", "fields": {"pixels": _PACKED, "next.pixels": _PACKED}}
+_WHOLE = {"columns": "flat", "fields": {"pixels": _PACKED | {"share_next": False}, "next.pixels": _PACKED}}
+_GROUPS = {"group": "prompt", "group_size": 3, "traj": "answer"}
 _TALKS = {
     "number": "int64",
     "x": ("float32", (3,)),
@@ -43,6 +46,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "window": {"window": 40, "sampler": "prioritized", "layout": "flat"},
     "packed": {"capacity": 64, "layout": _SHARED},
     "packed growing": {"layout": _SHARED},
+    "packed whole": {"capacity": 64, "layout": _WHOLE},
+    "packed stacks": {"capacity": 64, "layout": _SHARED},
+    "packed stacks growing": {"window": 40, "layout": _SHARED},
+    "lanes": {"capacity": 60},
+    "groups": {"layout": "flat", "episodes": _GROUPS},
+    "groups arrow": {"capacity": 60, "layout": "arrow", "episodes": _GROUPS},
     "arrow": {"capacity": 60, "layout": "arrow"},
     "arrow growing": {"layout": "arrow"},
     "compressed": {"layout": {"kind": "arrow", "compression": "zstd"}},
@@ -92,9 +101,13 @@ class Life:
         self.open()
 
     def open(self) -> None:
-        given = dict(self.settings)
-        self.rb: Any = expstore.open(self.folder / "run.exp", batch_size=5, seed=3, **given)
-        self.reader = self.rb.consumer("learner", seed=9, missing="skip") if self.rb.storage.last else None
+        path = self.folder / "run.exp"
+        if self.kind == "lanes" and not path.exists():
+            expstore.ZarrStorage(path, 60, ndim=2, settings=Settings(seed=3)).close()
+        self.rb: Any = expstore.open(path, batch_size=5, seed=3, **self.settings)
+        self.readers: list[Any] = []
+        if self.rb.storage.last:
+            self.readers = open_readers(self.rb)
 
     def rows(self, count: int) -> dict[str, Any]:
         numbers = np.arange(self.number, self.number + count)
@@ -104,14 +117,21 @@ class Life:
         found = {"number": numbers, "x": self.rng.normal(size=(count, 3)).astype(np.float32)}
         found["next"] = {"done": self.rng.random(count) < 0.2}
         if "packed" in self.kind:
-            frames = (np.arange(self.number - count, self.number + 1) % 251).astype(np.uint8)
+            depth = 4 if "stacks" in self.kind else 1
+            frames = (np.arange(self.number - count, self.number + depth) % 251).astype(np.uint8)
             frames = np.tile(frames[:, None, None], (1, 12, 12))
+            if depth > 1:
+                frames = np.lib.stride_tricks.sliding_window_view(frames, depth, 0).transpose(0, 3, 1, 2)
             found = {"pixels": frames[:-1]} | found  # before the next ones, unlike the order of writing
             found["next"]["pixels"] = frames[1:]
+        if "groups" in self.kind:
+            found |= {"prompt": numbers % 4, "answer": numbers // 3, "policy_version": numbers // 30}
         if self.kind.startswith(("arrow", "compressed")):
             found["text"] = [None if n % 5 == 3 else "é" * (n % 9) + str(n) for n in numbers.tolist()]
         if "continued" in self.kind:
             found["tokens"] = [[*range(n // 16 * 16, n + 1)] for n in numbers.tolist()]
+        if self.kind == "lanes":
+            found = to_lanes(found)
         return found
 
     def act(self) -> None:
@@ -121,14 +141,16 @@ class Life:
         if ids.size:
             acts += [self.sample, self.change, self.weigh, self.draw, self.fact, self.key]
             acts += [self.delete] if self.rb.storage.capacity is None and "arrow" not in self.kind else []
-            acts += [self.annotate] if self.kind in ("ring", "growing", "arrow") else []
+            acts += [self.annotate, self.select]
+            acts += [self.end_group] if "groups" in self.kind else []
         self.random.choice(acts)()
 
     def extend(self) -> None:
-        self.rb.extend(self.rows(self.random.choice([1, 3, 17, 45])), source=self.random.choice("ab"))
+        counts = [2, 4, 18, 44] if self.kind == "lanes" else [1, 3, 17, 45]
+        self.rb.extend(self.rows(self.random.choice(counts)), source=self.random.choice("ab"))
 
     def add(self) -> None:
-        rows = self.rows(1)
+        rows = self.rows(2 if self.kind == "lanes" else 1)
         self.rb.extend(rows)
 
     def some(self, count: int) -> np.ndarray:
@@ -150,12 +172,13 @@ class Life:
         self.rb.update_priority(id=ids, priority=self.rng.random(ids.size))
 
     def draw(self) -> None:
-        if self.reader is None:
-            self.reader = self.rb.consumer("learner", seed=9, missing="skip")
+        self.readers = self.readers or open_readers(self.rb)
         for _ in range(self.random.randrange(3)):
-            draw(self.reader)
-        if self.random.random() < 0.3:
-            self.reader.commit()
+            draw_all(self.readers)
+        for reader in self.readers:
+            if self.random.random() < 0.3:
+                with contextlib.suppress(ExpStoreError):  # this rank had committed more before the kill
+                    reader.commit()
 
     def fact(self) -> None:
         episode = int(self.rb.sql("SELECT max(episode_id) FROM episodes").fetchall()[0][0])
@@ -173,6 +196,20 @@ class Life:
         ids = self.some(3)
         self.rb.annotate(ids, {"advantage": self.rng.normal(size=ids.size).astype(np.float32)})
 
+    def select(self) -> None:
+        episodes = [one for (one,) in self.rb.sql("SELECT episode_id FROM episodes").fetchall()]
+        if not self.rb.sql("SELECT * FROM selections").fetchall():
+            self.rb.selections.create("some", episodes=episodes[:2])
+        self.rb.selections.exclude("some", self.random.choice(episodes), reason="by hand")
+
+    def end_group(self) -> None:
+        ids = [id for (id,) in self.rb.sql("SELECT group_id FROM groups WHERE status = 'open'").fetchall()]
+        for id in ids[:1]:
+            with contextlib.suppress(ExpStoreError):  # no member has ended
+                self.rb.groups.close(id)
+        if len(ids) > 3:
+            self.rb.groups.discard(ids[-1], reason="late")
+
     def kill(self) -> None:
         """Go on in a copy, as after a kill."""
         copy = self.folder / "copy.exp"
@@ -183,8 +220,8 @@ class Life:
         self.open()
 
     def close(self) -> None:
-        if self.reader is not None:
-            self.reader.close()
+        for reader in self.readers[::-1]:
+            reader.close()
         self.rb.close()
 
     def copy(self, target: Path) -> None:
@@ -192,11 +229,48 @@ class Life:
         shutil.copytree(self.folder / "run.exp", target)
 
 
+def to_lanes(rows: dict[str, Any]) -> dict[str, Any]:
+    """Divide rows into two lanes; the shape of a field becomes `(time, 2, *row shape)`."""
+    return {
+        name: to_lanes(value) if isinstance(value, dict) else value.reshape(-1, 2, *value.shape[1:])
+        for name, value in rows.items()
+    }
+
+
+def open_readers(rb: Any) -> list[Any]:
+    """Open two consumers, one of which has two ranks; rank 1 comes last."""
+    ranks = [rb.consumer("ranks", seed=5, missing="skip", batch_size=6, rank=k, world=2) for k in (0, 1)]
+    return [rb.consumer("learner", seed=9, missing="skip"), *ranks]
+
+
+def draw_all(readers: list[Any]) -> list[Any]:
+    """Draw a batch of each consumer; rank 1 waits for a draw of rank 0, which may have failed."""
+    found = [draw(reader) for reader in readers[:-1]]
+    first, second = (reader.position["draw"] for reader in readers[1:])
+    return [*found, draw(readers[-1]) if second < first else None]
+
+
 def draw(reader: Any) -> Any:
     try:
         return reader.sample()["number"].tolist()
     except ExpStoreError as exc:  # its rows were changed or overwritten since
         return str(exc)
+
+
+_FRAGMENTS = """SELECT episode_id, first_step + n, first_id + n * stride
+    FROM (SELECT *, unnest(range(length)) AS n FROM fragments)"""
+#: Relations that a restored store has as the lost one, and columns that depend on the moment of an opening.
+RELATIONS = {
+    f"({_FRAGMENTS})": "",
+    "sources": "ended",
+    "priorities": "",
+    "draws": "",
+    "annotations": "",
+    "groups": "end_time",
+    "selections": "",
+    "lineage": "",
+    "meta": "",
+}
 
 
 def look(path: Path) -> dict[str, Any]:
@@ -212,8 +286,11 @@ def look(path: Path) -> dict[str, Any]:
             "rows": rb.sql("SELECT * EXCLUDE (_time) FROM transitions ORDER BY _id").fetchall(),
             "times": rb.sql("SELECT _time FROM transitions ORDER BY _id").fetchall(),
             "episodes": rb.sql("SELECT * EXCLUDE (end_time) FROM episodes ORDER BY episode_id").fetchall(),
-            "keys": len(storage.state.write_keys),
+            "keys": storage.state.write_keys.entries_since(0),
         }
+        for relation, excluded in RELATIONS.items():
+            query = f"SELECT * {f'EXCLUDE ({excluded})' if excluded else ''} FROM {relation} ORDER BY ALL"
+            found[relation] = rb.sql(query).fetchall()
         slots = storage.geometry.slot_of(window.ids())
         found["priority"] = storage.priorities.values_at(slots).tolist()
         counts = storage.state.sampled
@@ -222,12 +299,11 @@ def look(path: Path) -> dict[str, Any]:
             with contextlib.suppress(ExpStoreError):
                 found[place] = rb.sample()["number"].tolist()
         if (path / "consumers" / "learner").exists():
-            reader = rb.consumer("learner", missing="skip")
-            found["position"] = (
-                reader.position.draw if hasattr(reader.position, "draw") else str(reader.position)
-            )
-            found["draws"] = [draw(reader) for _ in range(8)]
-            reader.close()
+            readers = open_readers(rb)
+            found["positions"] = [(reader.position["draw"], reader.committed) for reader in readers]
+            found["batches"] = [draw_all(readers) for _ in range(8)]
+            for reader in readers[::-1]:
+                reader.close()
         return found
 
 

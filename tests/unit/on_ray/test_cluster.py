@@ -467,7 +467,7 @@ def test_a_start_that_fails_ends_the_shards_that_it_has_started(
 ) -> None:
     from expstore.on_ray import cluster as module
 
-    node, ended = module._Node("id", "127.0.0.1"), []
+    node, ended = module.Node("id", "127.0.0.1"), []
 
     def start_shard(shard: Any, _: object) -> str:
         if shard.number == 2:
@@ -475,9 +475,9 @@ def test_a_start_that_fails_ends_the_shards_that_it_has_started(
         return f"actor {shard.number}"
 
     for name, replacement in {
-        "check_initialized": lambda: None, "_has_actor": lambda _: False, "_find_head": lambda: node,
-        "_run_on": lambda *_: None, "_choose_nodes": lambda _: [node], "_start_shard": start_shard,
-        "_submit": lambda *_: module.Found(None, 1), "wait_for": lambda answer: answer,
+        "check_initialized": lambda: None, "has_actor": lambda _: False, "find_head": lambda: node,
+        "run_on": lambda *_: None, "choose_nodes": lambda _: [node], "start_shard": start_shard,
+        "submit": lambda *_: module.Found(None, 1), "wait_for": lambda answer: answer,
     }.items():  # fmt: skip
         monkeypatch.setattr(module, name, replacement)
     monkeypatch.setattr(ray, "kill", lambda actor, *, no_restart: ended.append(actor))

@@ -15,6 +15,7 @@ import expstore
 from expstore.errors import RemoteError, StateError
 from tests.support.arrow_bodies import batch_of
 from tests.support.paths import ROOT
+from tests.support.s3_server import S3Server, start_moto
 from tests.support.waits import wait_until
 
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'expstore[ray]'")
@@ -30,6 +31,16 @@ pytestmark = [
 
 #: Addresses of two nodes. The head node has the address of the machine.
 SECOND, THIRD = "127.0.0.2", "127.0.0.3"
+
+
+@pytest.fixture
+def moto() -> Iterator[S3Server]:
+    """A server of objects, whose address the nodes have."""
+    pytest.importorskip("moto", reason="moto is not installed: there is no server to ask")
+    with start_moto() as port, S3Server(port, "bucket") as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment.items():
+            patch.setenv(name, value)
+        yield server
 
 
 @pytest.fixture
@@ -90,4 +101,54 @@ def test_a_node_dies_and_its_shard_is_replaced_on_another(nodes: dict[str, Any],
         assert set(rb.sample(256)["id"][:, 0].tolist()) == {0, 1, 3}
     found = cluster.to_ray_dataset(where="action < 120", fields=["action"])
     assert sorted(row["action"] for row in found.iter_rows()) == list(range(120))
+    cluster.stop()
+
+
+@pytest.mark.guarantee(
+    "ship/shards",
+    "A shard of a cluster on Ray whose node and disk are lost is restored on another node from what was"
+    " shipped.",
+)
+def test_a_shard_that_is_shipped_moves_from_a_lost_node(
+    moto: S3Server, nodes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Then all disks and the cluster file are lost, and the same call starts the cluster of what was shipped."""
+
+    def start() -> Any:
+        return expstore.cluster.ray.start(
+            tmp_path / "run-{shard}.exp", shards=3, nodes=[ray.util.get_node_ip_address(), SECOND, THIRD],
+            name="shipped", server={"ship": "s3://bucket/runs"},
+        )  # fmt: skip
+
+    def read(rb: Any) -> list[Any]:
+        found: list[Any] = rb.sql_each("SELECT _id, action, _episode FROM transitions").fetchall()
+        return sorted(found)
+
+    cluster = start()
+    with cluster.buffer(batch_size=32, wait=120) as rb:
+        for number in range(12):
+            rb.extend(batch_of(10, 10 * number), source=f"actor-{number}")
+        rb.update_priority(id=rb.sample()["id"], priority=2.0)
+        rb.flush(shipped=True)
+        expected, uuid = read(rb), rb.shards[2].stats()["uuid"]
+        (tmp_path / "run-2.exp").rename(tmp_path / "lost")  # no other node has its disk
+        nodes["cluster"].remove_node(nodes[THIRD], allow_graceful=False)
+        for number in range(12):  # the writers wait for it
+            rb.extend(batch_of(10, 500 + 10 * number), source=f"actor-{number}")
+        assert {one.state for one in cluster.status()} == {"serving"}
+        assert [one.number for one in cluster.status()] == [0, 1, 2]
+        assert cluster.status()[2].node != THIRD
+        assert rb.shards[2].stats()["uuid"] == uuid
+        assert [row for row in read(rb) if row[1] < 500] == expected
+        assert sorted(row[1] for row in read(rb) if row[1] >= 500) == list(range(500, 620))
+        rb.flush(shipped=True)
+        expected = read(rb)
+    cluster.stop()
+    for path in tmp_path.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    nodes["cluster"].add_node(node_ip_address=THIRD, num_cpus=1, include_dashboard=False)
+    wait_until(lambda: len([one for one in ray.nodes() if one["Alive"]]) == 3)
+    cluster = start()
+    with cluster.buffer() as rb:
+        assert read(rb) == expected
     cluster.stop()
