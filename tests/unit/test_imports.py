@@ -49,6 +49,17 @@ def test_help_loads_nothing_slow() -> None:
     assert loaded_after(HELP).isdisjoint(SLOW)
 
 
+def test_a_server_and_its_rows_do_not_load_pandas() -> None:
+    code = """
+import torch
+from tensordict import TensorDict
+import expstore.api.app
+from expstore.wire.codec import Decoder, Encoder
+batch = Encoder().encode(TensorDict({"flag": torch.ones(3, dtype=torch.bool), "x": torch.ones(3, 2)}, [3]))
+Decoder().decode(batch)"""
+    assert "pandas" not in loaded_after(code)
+
+
 def test_the_lines_below_the_writers_do_not_load_torch() -> None:
     lines = """errors core.values disk.files schema.schema storages.format.manifest disk.writer_lock
     storages.format.control_page storages.format.journal episodes.table episodes.log sql.index sql.migrate
