@@ -45,6 +45,15 @@ def test_importing_the_package_loads_nothing_slow() -> None:
     assert loaded_after("import expstore.datasets, expstore\nexpstore.datasets").isdisjoint(SLOW)
 
 
+def test_imports_run_without_garbage_collections() -> None:
+    loaded_after("""
+import gc, expstore
+events = []
+gc.callbacks.append(lambda *event: events.append(event))
+expstore.open
+assert gc.isenabled() and len(events) <= 20, len(events)  # hundreds with them""")
+
+
 def test_help_loads_nothing_slow() -> None:
     assert loaded_after(HELP).isdisjoint(SLOW)
 
