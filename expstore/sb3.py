@@ -272,7 +272,9 @@ class ReplayBuffer(buffers.ReplayBuffer):
             )
         self.observation_space, self.action_space = observation_space, action_space
         self.obs_shape, self.action_dim = get_obs_shape(observation_space), get_action_dim(action_space)
+        # Of observations and actions that are stored as they come; dicts of observations are not.
         self._batch_shape = None if isinstance(self.obs_shape, dict) else (n_envs, *self.obs_shape)
+        self._action_shape = n_envs, self.action_dim
         self.device, self.n_envs = get_device(device), n_envs
         self.optimize_memory_usage = False
         self.handle_timeout_termination = handle_timeout_termination
@@ -399,20 +401,14 @@ class ReplayBuffer(buffers.ReplayBuffer):
                 hint="make a model of these environments over the path instead of loading the buffer: "
                 f'replay_buffer_kwargs={{"path": "{self.path}"}}',
             )
-        self._steps.add(
-            self._reshape(obs),
-            np.asarray(action).reshape(self.n_envs, self.action_dim),
-            reward,
-            self._reshape(next_obs),
-            done,
-            infos,
-        )
-
-    def _reshape(self, observation: Any) -> Any:
-        """Return observations with the shapes of samples: those of discrete spaces get a dim."""
-        if type(observation) is np.ndarray and observation.shape == self._batch_shape:
-            return observation
-        return _reshape_all(observation, self.obs_shape, self.n_envs)
+        shape = self._batch_shape  # of samples: observations of discrete spaces get a dim
+        if type(obs) is not np.ndarray or obs.shape != shape:
+            obs = _reshape_all(obs, self.obs_shape, self.n_envs)
+        if type(next_obs) is not np.ndarray or next_obs.shape != shape:
+            next_obs = _reshape_all(next_obs, self.obs_shape, self.n_envs)
+        if type(action) is not np.ndarray or action.shape != self._action_shape:
+            action = np.asarray(action).reshape(self._action_shape)
+        self._steps.add(obs, action, reward, next_obs, done, infos)
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """Draw rows of all environments, with replacement.
@@ -1056,21 +1052,25 @@ class _Steps:
         """Record a step of every environment; see `ReplayBuffer.add`."""
         if self._recorder is None:
             self.start()
-        if self._n_envs == 1:
-            self._add_one(obs, action, reward, next_obs, bool(done[0]), infos)
-        else:
+        if self._n_envs != 1:
             self._add_lanes(obs, action, reward, next_obs, np.asarray(done, np.bool_), infos)
-
-    def _add_one(self, obs: Any, action: Array, reward: Array, next_obs: Any, done: bool, infos: Any) -> None:
-        if self._following is not None and _bytes_of(obs) != self._following:
+            return
+        is_array, following = type(obs) is np.ndarray, self._following
+        if following is not None and (obs.tobytes() if is_array else _bytes_of(obs)) != following:
             self._recorder.reset()
-        truncated = done and _read_timeouts(infos, 1)[0]
+        ended = bool(done[0])
+        truncated = ended and _read_timeouts(infos, 1)[0]
         self._following = None
         self._recorder.step(
-            _first(obs), action[0], float(reward[0]), _first(next_obs), done and not truncated, truncated
+            obs[0] if is_array else _first(obs),
+            action[0],
+            float(reward[0]),
+            next_obs[0] if is_array else _first(next_obs),
+            ended and not truncated,
+            truncated,
         )
-        if not done:
-            self._following = _bytes_of(next_obs)
+        if not ended:
+            self._following = next_obs.tobytes() if is_array else _bytes_of(next_obs)
 
     def _add_lanes(
         self, obs: Any, action: Array, reward: Array, next_obs: Any, done: Array, infos: Any

@@ -625,7 +625,7 @@ class _Block:
             return
         done, terminated, truncated = self._done.rows, self._terminated, self._truncated
         if steps == 1 and self._lanes is None:
-            done[0] = terminated[0] or truncated[0]
+            done[0] = terminated.item(0) or truncated.item(0)
         else:
             np.logical_or(terminated[:steps], truncated[:steps], out=done[:steps])
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from expstore.core.values import Array, IntArray, Key, key_name
 from expstore.errors import SchemaError
-from expstore.wire.codec import wishes_of, with_wishes
+from expstore.wire.codec import to_plain_array, wishes_of, with_wishes
 from expstore.wire.stream import read_batches, read_table, write_stream
 
 
@@ -47,7 +47,9 @@ def write_annotations(
     ids: IntArray, fields: Sequence[FieldValues], by: str | None, like: Key | None
 ) -> bytes:
     """Return ids, and values of fields for each, as a stream."""
-    columns = {"id": pa.array(ids)} | {key_name(field.key): _to_arrow(field) for field in fields}
+    columns = {"id": to_plain_array(np.ascontiguousarray(ids))} | {
+        key_name(field.key): _to_arrow(field) for field in fields
+    }
     loose = [key_name(field.key) for field in fields if field.is_loose]
     told = {"by": by, "like": None if like is None else key_name(like), "loose": loose}
     body: bytes = write_stream(with_wishes(pa.RecordBatch.from_pydict(columns), told)).to_pybytes()
@@ -59,7 +61,7 @@ def _to_arrow(field: FieldValues) -> Any:
     if field.lengths is not None:
         kind = pa.ListArray if array.size < 1 << 31 else pa.LargeListArray
         return kind.from_arrays(np.append(0, np.cumsum(field.lengths)), array)
-    return pa.array(array) if array.ndim == 1 else pa.FixedShapeTensorArray.from_numpy_ndarray(array)
+    return to_plain_array(array) if array.ndim == 1 else pa.FixedShapeTensorArray.from_numpy_ndarray(array)
 
 
 def read_annotations(body: Any, *, rows: int | None = None) -> Annotations:

@@ -45,8 +45,28 @@ def test_importing_the_package_loads_nothing_slow() -> None:
     assert loaded_after("import expstore.datasets, expstore\nexpstore.datasets").isdisjoint(SLOW)
 
 
+def test_imports_run_without_garbage_collections() -> None:
+    loaded_after("""
+import gc, expstore
+events = []
+gc.callbacks.append(lambda *event: events.append(event))
+expstore.open
+assert gc.isenabled() and len(events) <= 20, len(events)  # hundreds with them""")
+
+
 def test_help_loads_nothing_slow() -> None:
     assert loaded_after(HELP).isdisjoint(SLOW)
+
+
+def test_a_server_and_its_rows_do_not_load_pandas() -> None:
+    code = """
+import torch
+from tensordict import TensorDict
+import expstore.api.app
+from expstore.wire.codec import Decoder, Encoder
+batch = Encoder().encode(TensorDict({"flag": torch.ones(3, dtype=torch.bool), "x": torch.ones(3, 2)}, [3]))
+Decoder().decode(batch)"""
+    assert "pandas" not in loaded_after(code)
 
 
 def test_the_lines_below_the_writers_do_not_load_torch() -> None:

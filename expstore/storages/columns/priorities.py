@@ -151,11 +151,15 @@ class Priorities:
             priority: The priority.
         """
         for slot, _, n in runs:
-            if slot + n > self.block[1] + self.block[0].size:
+            values, base = self.block
+            if slot + n > base + len(values):
                 self._grow(slot, slot + n, slots)
             with self.changing:
                 values, base = self.block
-                values[slot - base : slot - base + n] = priority
+                if n == 1:
+                    values[slot - base] = priority
+                else:
+                    values[slot - base : slot - base + n] = priority
 
     def set(self, ids: IntArray, slots: IntArray, values: Array) -> None:
         """Set the priorities of readable rows; the caller holds `changing`. Shapes `(n,)`, not empty."""
