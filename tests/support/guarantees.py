@@ -39,8 +39,9 @@ SECTIONS = {
 #: Marks of tests that `make test` does not run, or not with all of their cases.
 _MARKS = ("slow", "torture", "some")
 _ABOUT_TESTS = """\
-`make test` runs these tests, except those with a mark. It runs *some* cases of tests with this mark, such as a kill at some of the acts,
-and `make torture` all of them, with the tests marked *torture*. `make test-slow` runs the tests marked *slow*."""
+`make test` runs the tests without a mark. Of a test marked *some* it runs a part of the cases, such as kills
+at some of the acts; `make torture` runs all of them, and the tests marked *torture*. `make test-slow` runs
+the tests marked *slow*."""
 #: What is above this line of the page is written by hand.
 _BEGIN = "<!-- python -m tests.support.guarantees writes what follows -->\n"
 
@@ -93,7 +94,11 @@ def _read_marks(text: str) -> Iterator[tuple[str, str, str, str]]:
         if not isinstance(test, ast.FunctionDef):
             continue
         decorators = [*map(ast.unparse, [*test.decorator_list, *of_all])]
-        marks = [mark for mark in _MARKS if any(f"pytest.mark.{mark}" in one for one in decorators)]
+        is_in_part = any("parametrize" in one and "mark.torture" in one for one in decorators)
+        plain = [one for one in decorators if "parametrize" not in one]
+        marks = [mark for mark in _MARKS if any(f"mark.{mark}" in one for one in plain)]
+        if is_in_part and not {"some", "torture"} & {*marks}:
+            marks.append("some")
         for mark in test.decorator_list:
             if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.guarantee":
                 key, sentence, *_ = [*map(ast.literal_eval, mark.args), ""]
