@@ -138,7 +138,8 @@ def _of_tree(request: Request, exc: Exception) -> Response:
         headers, error = None, type(exc)
     if status == 500:
         _log.error("request %s: %s", request.scope.get("request_id", "-"), exc)
-        message = "the store cannot be read or written; the server's log has the details"
+        what = "SQL cannot be run" if exc.kind == "sandbox" else "the store cannot be read or written"
+        message = f"{what}; the server's log has the details"
         return answer(status, exc.kind, message, error=error)
     root = str(request.app.state.stores.root)
     message, hint = _remove_root(root, exc.message), _remove_root(root, exc.hint)

@@ -135,12 +135,13 @@ class Settings:
         Raises:
             StateError: A token is not bytes, or empty; both are equal, or only readers have one; or the path
                 is a URL.
+            RemoteError: Stores are shipped, and the environment has no credentials.
             ValueError: A number is out of range, or the rate limits contradict each other.
         """
         object.__setattr__(self, "path", local_path(self.path))
         self.limiter()
         if self.ship is not None:
-            Ship(self.ship)
+            Ship(self.ship).connect()  # sends no request
             if self.read_only:
                 raise StateError(
                     "a server that only reads stores ships none", kind="ship", hint="leave ship out"

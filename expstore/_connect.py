@@ -102,8 +102,8 @@ def connect(
             hosts: `{"a": "...", "*.example.com": "..."}`; "*" stands for all hosts. One token is sent to the
             addresses that you pass. A cluster file's hosts, except this machine, need a dict.
         timeout: Seconds that connecting, the answer, and each part of it may take.
-        retries: How long a request is repeated if it gets no answer, or the server asks for a retry. None: a
-            minute.
+        retries: How long a request is repeated if it gets no answer, or the server asks for a retry, such as
+            `expstore.remote.Retries(seconds=300)`. None: a minute.
         batch_size: Rows per batch of `sample` and iteration.
         sampler: How the rows of a batch are chosen: a dict with `kind` and parameters, a kind such as
             "prioritized" for its defaults, or the name of a sampler that the server keeps. Uniform by

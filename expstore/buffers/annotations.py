@@ -161,9 +161,9 @@ def make_entry(schema: Schema, key: Key, dtype: str, shape: tuple[int, ...] | No
         loose = ragged_of(found[0].arrow) if found else None
         if shape is not None or loose is None or not loose.is_list:
             raise SchemaError(
-                f"like={key_name(other)!r} does not fit field {name!r}: both fields must have rows of any "
-                "length",
-                hint=f"the store has {schema!r}",
+                f"like={key_name(other)!r} does not fit field {name!r}: both must be tensors of any length, "
+                f"which list<...> is not; the store has {schema!r}",
+                hint=f"declare such a field: schema={{{key_name(other)!r}: ('int32', (None,))}}",
             )
     if shape is not None:
         return Field(key, dtype, shape, annotated=True)

@@ -364,7 +364,8 @@ class Selections:
             if change.act == "create" and change.name in known:
                 raise StateError(
                     f"there is a selection {change.name!r} already",
-                    hint=f"use another name, or drop it first: rb.selections.drop({change.name!r})",
+                    hint=f"use another name, or drop it first: rb.selections.drop({change.name!r}), "
+                    f"expstore selections drop",
                 )
             if change.act != "create" and change.name not in known:
                 raise _build_unknown_error(change.name, known)

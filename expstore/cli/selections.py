@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from expstore.cli.groups import add_command, make_group, show_help
-from expstore.cli.output import Json, print_json, print_rows
+from expstore.cli.output import Json, print_json, print_table
 from expstore.cli.paths import Store
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ Reason = Annotated[str, typer.Option(metavar="TEXT", help="Why; it is stored wit
 By = Annotated[
     str | None, typer.Option(metavar="NAME", help="Who; by default the user of the operating system.")
 ]
+#: Columns of the list; `--json` prints all.
+_LISTED = ["name", "condition", "episodes", "excluded", "missing", "author", "reason"]
 
 
 def list_(store: Store, as_json: Json = False) -> int:
@@ -37,7 +39,8 @@ def list_(store: Store, as_json: Json = False) -> int:
         rows = found.arrow().to_pylist()
         print_json({"selections": [row | {"created": row["created"].isoformat()} for row in rows]})
     elif len(found):
-        print_rows(found)
+        rows = [[row[name] for name in _LISTED] for row in found.arrow().to_pylist()]
+        print_table(_LISTED, rows)
     else:
         typer.echo(f"{store} has no selections")
     return 0

@@ -16,7 +16,7 @@ from expstore.buffers.local_member import PLAIN
 from expstore.buffers.member import Draw
 from expstore.errors import ArgumentError, RemoteError
 from expstore.rate_limiters import RateLimiter
-from expstore.remote.transport import Retries
+from expstore.remote.transport import Retries, check_retries
 
 #: What a draw does if a shard does not answer, and how rows of a batch are divided among shards.
 Down = Literal["raise", "wait", "partial"]
@@ -115,7 +115,12 @@ class ConnectOptions:
         return shares
 
     def choose_retries(self, retries: Retries | None) -> Retries:
-        """Return how long requests to several stores are repeated."""
+        """Return how long requests to several stores are repeated.
+
+        Raises:
+            ArgumentError: `retries` is neither None nor `Retries`.
+        """
+        check_retries(retries)
         known = retries or Retries()
         wait = self.wait
         seconds = np.inf if self.down == "wait" else known.seconds if wait is None else float(wait)

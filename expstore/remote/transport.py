@@ -84,6 +84,19 @@ class Retries:
             raise ArgumentError(f"seconds must be at least 0, and 0 < first <= longest, got {self}")
 
 
+def check_retries(retries: object) -> None:
+    """Check the argument `retries` of a connection.
+
+    Raises:
+        ArgumentError: It is neither None nor `Retries`.
+    """
+    if not isinstance(retries, Retries | None):
+        raise ArgumentError(
+            f"retries must be an expstore.remote.Retries, got {retries!r}",
+            hint="pass expstore.remote.Retries(seconds=10)",
+        )
+
+
 @dataclass(frozen=True)
 class Address:
     """The address of a served store.
@@ -280,6 +293,7 @@ class Connection:
         given: Any = timeout
         if not isinstance(given, int | float | np.number) or not given > 0:
             raise ArgumentError(f"timeout must be a number above 0, got {timeout!r}")
+        check_retries(retries)
         if token is not None and not isinstance(token, str):
             raise ArgumentError(f"token must be a string, got a {type(token).__name__}")
         if token is not None and not (token.isascii() and token.isprintable()):

@@ -146,7 +146,7 @@ class WindowTree:
         tree, window, filter, places = self.tree, self.window, self._filter, slots
         if tree is None or self.deleted != storage.epochs.deleted:
             return  # `catch_up` builds it from all weights
-        # Since the caller chose the slots, rows may have been added and evicted, in the store and in the tree.
+        # Since the caller chose the slots, rows may have been added and evicted, in store and tree.
         if storage.description.window_rows is not None:
             ids = storage.geometry.ids_in(slots, window.last)
             places = storage.description.window_ring.slot_of(ids[window.holds(ids)])

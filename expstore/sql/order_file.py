@@ -56,7 +56,9 @@ class OrderFile:
         path = local_path(path)
         disk = Disk()
         if not disk.exists(path):
-            raise NotFoundError(f"there is no file {path}", hint="expstore export STORE FILE --draws")
+            raise NotFoundError(
+                f"there is no file {path}", hint="expstore export STORE FILE --draws writes one"
+            )
         with reading(path, OSError, pa.ArrowException):
             names = pq.read_schema(path).names
             table = pq.read_table(path, columns=[name for name in (*_NUMBERS, *_OTHERS) if name in names])

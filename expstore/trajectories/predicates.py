@@ -358,7 +358,8 @@ def check_predicate(predicate: Any) -> None:
         predicate()
     if predicate is not None and not callable(predicate):
         raise ArgumentError(
-            f"a condition must be built from traj or be a function of a trajectory; got {predicate!r}"
+            f"a condition must be built from traj or be a function of a trajectory; got {predicate!r}",
+            hint="write traj.length > 10; rb.episodes and rb.sql take conditions in SQL",
         )
 
 

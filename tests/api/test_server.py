@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import threading
@@ -152,7 +153,9 @@ def test_a_store_that_is_served_at_all_addresses_or_by_a_name_is_backed_up(
 
 
 @pytest.mark.guarantee("access/tokens")
-def test_unservable_settings_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unservable_settings_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert refusal(capsys, tmp_path / "none") == (2, {
         "kind": "not_found", "message": f"{tmp_path}/none is neither a store nor a folder of stores",
         "hint": "create it first",
@@ -162,6 +165,10 @@ def test_unservable_settings_are_refused(tmp_path: Path, capsys: pytest.CaptureF
     code, error = refusal(capsys, tmp_path, "--host", "no.such.name.invalid")
     assert (code, error["kind"]) == (2, "address")
     assert refusal(capsys, tmp_path, "--samples-per-insert", 2)[0] == 2
+    for name in [one for one in os.environ if one.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    code, error = refusal(capsys, tmp_path, "--ship", "s3://bucket/runs")
+    assert (code, error["kind"]) == (1, "unauthorized")
     with socket.create_server(("127.0.0.1", 0)) as other:
         code, error = refusal(capsys, tmp_path, "--port", other.getsockname()[1])
     assert (code, error["kind"]) == (2, "address")

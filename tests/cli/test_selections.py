@@ -30,6 +30,7 @@ def test_selections_from_first_to_last(tmp_path: Path, cli: Cli) -> None:
     assert "has 2 episodes" in run("exclude clean 3 --reason hangs")
     assert "has 3 episodes" in run("include clean 1 --reason short")
     assert run("diff clean some").splitlines() == ["only clean: none", "only some: none", "both: 1, 2, 4"]
+    assert run("list").split("\n")[1].split()[:4] == ["clean", "length", ">", "1"]
     found = cli("selections", "list", path, "--json").json["selections"]
     assert [(one["name"], one["episodes"]) for one in found] == [("clean", 3), ("some", 3)]
     assert "no selection 'nothing'" in run("drop nothing", 2)

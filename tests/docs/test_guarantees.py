@@ -8,7 +8,7 @@ from tests.support.guarantees import PAGE, SECTIONS, collect_promises, embed, re
 from tests.support.paths import ROOT
 
 RETURNED = '@pytest.mark.guarantee("kill/rows", "A kill loses nothing.")\ndef test_a(): ...\n'
-ANOTHER = '@pytest.mark.guarantee("kill/rows")\ndef test_b(): ...\n'
+ANOTHER = '@pytest.mark.slow\n@pytest.mark.guarantee("kill/rows")\ndef test_b(): ...\n'
 
 
 def test_the_page_is_the_one_of_the_marks() -> None:
@@ -27,10 +27,10 @@ def test_every_section_has_promises_and_every_promise_a_test_that_pytest_runs() 
 def test_a_promise_has_one_sentence_and_all_of_its_tests() -> None:
     promises = collect_promises({"tests/test_x.py": ANOTHER, "tests/test_y.py": RETURNED})
     assert promises["kill/rows"].sentence == "A kill loses nothing."
-    assert promises["kill/rows"].tests == ["tests/test_x.py::test_b", "tests/test_y.py::test_a"]
+    assert promises["kill/rows"].tests == ["`tests/test_x.py::test_b` (slow)", "`tests/test_y.py::test_a`"]
     page = render_promises(promises)
     assert f"## {SECTIONS['kill']}\n\n1. A kill loses nothing.\n" in page
-    assert "| 1 | `tests/test_x.py::test_b`<br>`tests/test_y.py::test_a` |\n" in page
+    assert "| 1 | `tests/test_x.py::test_b` (slow)<br>`tests/test_y.py::test_a` |\n" in page
 
 
 @pytest.mark.parametrize(

@@ -36,13 +36,19 @@ SECTIONS = {
     "cluster": "Several stores as one",
     "access": "Clients that are not trusted",
 }
+#: Marks of tests that `make test` does not run, or not with all of their cases.
+_MARKS = ("slow", "torture", "some")
+_ABOUT_TESTS = """\
+`make test` runs the tests without a mark. Of a test marked *some* it runs a part of the cases, such as kills
+at some of the acts; `make torture` runs all of them, and the tests marked *torture*. `make test-slow` runs
+the tests marked *slow*."""
 #: What is above this line of the page is written by hand.
 _BEGIN = "<!-- python -m tests.support.guarantees writes what follows -->\n"
 
 
 @dataclass
 class Promise:
-    """A sentence, and the tests that hold it as `path::name`."""
+    """A sentence, and the tests that hold it as Markdown: path, name and marks."""
 
     sentence: str = ""
     tests: list[str] = field(default_factory=list)
@@ -57,10 +63,10 @@ def collect_promises(sources: Mapping[str, str]) -> dict[str, Promise]:
     promises: dict[str, Promise] = {}
     for path, text in sources.items():
         count = 0
-        for name, key, sentence in _read_marks(text):
+        for name, key, sentence, marks in _read_marks(text):
             count += 1
             promise = promises.setdefault(key, Promise())
-            promise.tests.append(f"{path}::{name}")
+            promise.tests.append(f"`{path}::{name}`{marks}")
             if sentence and promise.sentence:
                 raise ValueError(f"{path}::{name} states {key} again; only one test has the sentence")
             if sentence:
@@ -76,21 +82,33 @@ def collect_promises(sources: Mapping[str, str]) -> dict[str, Promise]:
     return promises
 
 
-def _read_marks(text: str) -> Iterator[tuple[str, str, str]]:
-    """Yield the name of the test, the key and the sentence or "" of each mark of a module."""
-    for test in ast.parse(text).body:
+def _read_marks(text: str) -> Iterator[tuple[str, str, str, str]]:
+    """Yield of each promise of a module the test, the key, the sentence or "", and the test's other marks."""
+    module = ast.parse(text)
+    of_all = [
+        each.value
+        for each in module.body
+        if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == "pytestmark"
+    ]
+    for test in module.body:
         if not isinstance(test, ast.FunctionDef):
             continue
+        decorators = [*map(ast.unparse, [*test.decorator_list, *of_all])]
+        is_in_part = any("parametrize" in one and "mark.torture" in one for one in decorators)
+        plain = [one for one in decorators if "parametrize" not in one]
+        marks = [mark for mark in _MARKS if any(f"mark.{mark}" in one for one in plain)]
+        if is_in_part and not {"some", "torture"} & {*marks}:
+            marks.append("some")
         for mark in test.decorator_list:
             if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.guarantee":
                 key, sentence, *_ = [*map(ast.literal_eval, mark.args), ""]
-                yield test.name, key, sentence
+                yield test.name, key, sentence, f" ({', '.join(marks)})" if marks else ""
 
 
 def render_promises(promises: Mapping[str, Promise]) -> str:
     """Return the sections with the promises, and the table of their tests."""
     lines = []
-    tests = ["## The tests", "", "| promise | tests |", "|---|---|"]
+    tests = ["## The tests", "", _ABOUT_TESTS, "", "| promise | tests |", "|---|---|"]
     number = 0
     for section, title in SECTIONS.items():
         lines += [f"## {title}", ""]
@@ -98,7 +116,7 @@ def render_promises(promises: Mapping[str, Promise]) -> str:
             if key.startswith(f"{section}/"):
                 number += 1
                 lines.append(f"{number}. {promise.sentence}")
-                tests.append(f"| {number} | {'<br>'.join(f'`{test}`' for test in promise.tests)} |")
+                tests.append(f"| {number} | {'<br>'.join(promise.tests)} |")
         lines.append("")
     return "\n".join([*lines, *tests]) + "\n"
 

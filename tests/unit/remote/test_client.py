@@ -457,6 +457,8 @@ def test_samplers_with_names_are_shared(server: Serving, name: str) -> None:
         ("http://127.0.0.1:1/demo", {"token": 5}, ArgumentError),
         ("http://127.0.0.1:1/demo", {"token": "two\nlines"}, ArgumentError),
         ("http://127.0.0.1:1/demo", {"timeout": "x"}, ArgumentError),
+        ("http://127.0.0.1:1/demo", {"retries": 3}, ArgumentError),
+        (["http://127.0.0.1:1/demo"], {"retries": 3}, ArgumentError),
         ("http://127.0.0.1:1/demo", {"device": "cuba"}, StateError),
     ],
 )
