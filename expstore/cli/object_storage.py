@@ -26,9 +26,9 @@ _ENVIRONMENT = (
 #: How long the command may take, seconds.
 _SHIP_SECONDS = 86_400.0
 PUSH_NOTES = (
-    "What the server has is not sent again, also after an interruption: run the command again. Of a store that "
-    "was shipped to URL, only what is not shipped yet is sent; the command claims the address. A store that "
-    f"another process writes to cannot be pushed; push a snapshot that it has made. {_ENVIRONMENT}"
+    "What the server has is not sent again, also after an interruption: run the command again. Of a store "
+    "that was shipped to URL, only what is not shipped yet is sent; the command claims the address. A store "
+    f"that another process writes to cannot be pushed; push a snapshot that it has made. {_ENVIRONMENT}"
 )
 PULL_NOTES = (
     "Every file is compared with its checksum. The store exists completely or not at all. Twice the size of "

@@ -336,10 +336,13 @@ def test_versions_and_the_newest_state_keep_their_parts(block: int) -> None:
 
 @pytest.mark.guarantee("ship/versions")
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("lives", [1, 2])
-def test_a_prune_amid_a_claim_or_a_push_deletes_nothing_that_is_needed(lives: int) -> None:
+@pytest.mark.parametrize(
+    ("lives", "seeds"),
+    [(1, 80), (2, 200), *(pytest.param(n, 3000, marks=pytest.mark.torture) for n in (1, 2))],
+)
+def test_a_prune_amid_a_claim_or_a_push_deletes_nothing_that_is_needed(lives: int, seeds: int) -> None:
     """Nothing but one writer that ships, one claim or push, and one prune: many orders of their requests."""
-    for seed in range(700):
+    for seed in range(seeds):
         choose = random.Random(seed).randrange
         schedule = Schedule(choose)
         objects = Objects(schedule, (*SLOW, "lost") if lives == 1 else SLOW)
@@ -351,6 +354,33 @@ def test_a_prune_amid_a_claim_or_a_push_deletes_nothing_that_is_needed(lives: in
         objects._request = request  # type: ignore[method-assign]
         programs = [partial(former.go_on, pushes=lives == 1), partial(_prune, objects, choose)]
         schedule.run([*programs, claims.run] if lives == 2 else programs)
+
+
+def test_a_push_before_any_request_of_a_prune_keeps_its_parts() -> None:
+    """The pin is dropped before the prune reads the newest state; the prune has nothing to commit."""
+    for number in itertools.count():
+        objects = Objects(Schedule(lambda count: 0), ("",))
+        objects._request = lambda act: act()  # type: ignore[method-assign]
+        writer = Writer(objects, 1, 1, 0, None)
+        writer.run()
+        upload._StatePush(objects, False, writer, None, "uuid").run()  # type: ignore[arg-type]
+        sweep._prune(objects, None, [1], 0.0)  # type: ignore[arg-type]
+        requests = itertools.count()
+
+        def request(act: Callable[[], Any], objects: Objects = objects, writer: Writer = writer) -> Any:
+            if next(requests) == number:  # noqa: B023
+                objects._request = lambda act: act()  # type: ignore[method-assign]
+                upload._StatePush(objects, False, writer, None, "uuid").run()  # type: ignore[arg-type]
+                writer._sweep()
+                writer._ship()
+            return act()
+
+        objects._request = request  # type: ignore[method-assign]
+        sweep._prune(objects, None, (), 86_400.0)  # type: ignore[arg-type]
+        objects.check()
+        if not objects.versions().versions:
+            break
+    assert number > 5
 
 
 @pytest.mark.parametrize("rounds", [0, 1])
