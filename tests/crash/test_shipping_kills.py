@@ -75,6 +75,7 @@ class Node:
     def __init__(self, path: Path, life: int, kind: dict[str, object]) -> None:
         command = [sys.executable, "-c", _NODE, str(path), URL, str(EVERY), str(life), json.dumps(kind)]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        #: Set once it has opened the store, or has ended.
         self.opened = threading.Event()
         #: (number of rows, when the process said so, how many seconds of CPU time it had used).
         self.rows: list[tuple[int, float, float]] = []
@@ -86,7 +87,7 @@ class Node:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if not line.endswith("\n"):
-                return  # the kill has cut it
+                break  # the kill has cut it
             word, *values = line.split()
             if word == "draw":
                 draw, *numbers = map(int, values)
@@ -94,6 +95,7 @@ class Node:
             else:
                 self.rows.append((int(values[0]), time.monotonic(), float(values[1])))
                 self.opened.set()
+        self.opened.set()
 
     def count_old(self, now: float) -> int:
         """Return how many rows had been appended `EVERY` and `MOST_LAG` seconds before.
@@ -116,7 +118,7 @@ def _run_rounds(kind: dict[str, object], folder: Path, rng: np.random.Generator,
     draws: dict[int, list[int]] = {}
     for life in range(rounds):
         node = Node(folder / "node.exp", life, kind)
-        assert node.opened.wait(120)
+        assert node.opened.wait(600)
         time.sleep(float(rng.uniform(0.2, 6.0)))  # not to synchronize: the moment of the kill
         killed_at = time.monotonic()
         node.kill()
@@ -173,7 +175,7 @@ def _server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 )
 @pytest.mark.usefixtures("_server")
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("kind", "rounds"),
     [

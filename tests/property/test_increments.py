@@ -140,7 +140,7 @@ class Life:
         acts = [self.extend, self.extend, self.add, self.add]
         if ids.size:
             acts += [self.sample, self.change, self.weigh, self.draw, self.fact, self.key]
-            acts += [self.delete] if self.rb.storage.capacity is None and "arrow" not in self.kind else []
+            acts += [self.delete] if self.rb.storage.capacity is None else []
             acts += [self.annotate, self.select]
             acts += [self.end_group] if "groups" in self.kind else []
         self.random.choice(acts)()
@@ -230,9 +230,9 @@ class Life:
 
 
 def to_lanes(rows: dict[str, Any]) -> dict[str, Any]:
-    """Divide rows into two lanes; the shape of a field becomes `(time, 2, *row shape)`."""
+    """Divide rows into two lanes; the shape of a field becomes `(2, time, *row shape)`."""
     return {
-        name: to_lanes(value) if isinstance(value, dict) else value.reshape(-1, 2, *value.shape[1:])
+        name: to_lanes(value) if isinstance(value, dict) else value.reshape(2, -1, *value.shape[1:])
         for name, value in rows.items()
     }
 

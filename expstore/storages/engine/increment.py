@@ -52,7 +52,8 @@ if TYPE_CHECKING:
 #: Parts up to so many bytes are made before `capture` returns, so that no row stays pinned.
 READY_BYTES = 64 << 20
 #: Priorities and logs are captured whole again when their changes are in so many parts, or when so many
-#: values were captured for each row; the store is, when so many rows were captured again for each row.
+#: values were captured for each row. The store is, when parts have so many changed or deleted rows for each
+#: row.
 MOST_PARTS, MOST_TIMES = 512, 4
 #: Logs are also captured whole when that adds at most one in so many bytes to those of the rows.
 _LOG_SHARE = 20
@@ -278,6 +279,8 @@ class _Moment:
         #: Rows that former parts have, and their ids that were changed in place. Shape `(n,)`.
         self._old = Window(self.window.low, self.floor, self.window.deleted)
         self.redone = _NONE
+        #: How many rows between others were deleted since the former capture: parts still have them.
+        self.deleted = self._count_deleted()
         #: By row field: ids that former parts have, and their values. Shapes `(n,)`.
         self.values: dict[str, tuple[IntArray, Array]] = {}
         #: By row field: the values of the rows that former parts lack. Shape `(count,)`.
@@ -303,6 +306,13 @@ class _Moment:
     def count_episodes(self) -> int:
         """Return how many episodes have rows."""
         return int(np.unique(clip(self._fragments.columns(), self.window.low)[0]).size)
+
+    def _count_deleted(self) -> int:
+        former, window = self.former, self.window
+        if not former:
+            return 0
+        before = former["last"] - former["low"] - former["rows"]
+        return max(0, window.last - window.low - window.rows - before)
 
     def _find_kept(self, columns: WritableColumns) -> int:
         """Return the newest id to which no stored row refers, nor an older one."""
@@ -445,7 +455,7 @@ class _Parts:
             "token": moment.token,
             "moment": moment.moment,
             "counted": "sampled" in moment.newest,
-            "redone": former.get("redone", 0) + moment.redone.size,
+            "redone": former.get("redone", 0) + moment.redone.size + moment.deleted,
             "keys": moment.base["write_keys"],
             "manifest": manifest,
             "base": moment.base,

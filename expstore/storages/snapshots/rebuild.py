@@ -27,7 +27,7 @@ from expstore.disk.files import Disk
 from expstore.disk.threads import Threads
 from expstore.errors import CorruptionError, StateError
 from expstore.storages.columns.checksums import blocks_of
-from expstore.storages.columns.column import Column, Run
+from expstore.storages.columns.column import Column, Deleted, Run
 from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.columns.flat import FlatColumn
 from expstore.storages.columns.packed.column import PackedPiece
@@ -199,7 +199,9 @@ class _Build:
             self._write_values(columns)
             # Older than what the captured store wrote next, so that no row counts as changed since.
             stamp = self._state["generation"], max(1, self._state["sequence"] - 1)
-            self._written += finish_columns(disk, folder, group, self._blocks, stamp)
+            gaps = manifest.deleted
+            deleted = Deleted(gaps, gaps, self._low, gaps) if gaps else None
+            self._written += finish_columns(disk, folder, group, self._blocks, stamp, deleted)
             self._folders |= group.new_folders
         finally:
             group.close()

@@ -34,7 +34,7 @@ from expstore.storages.base import Storage
 from expstore.storages.batch import now_us
 from expstore.storages.columns.annotated import Annotations
 from expstore.storages.columns.checksums import BLOCK_ROWS, BlockCheck, Checksums, blocks_of, read_entries
-from expstore.storages.columns.column import Column
+from expstore.storages.columns.column import Column, Deleted
 from expstore.storages.columns.column_set import ReadColumns
 from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.columns.flat import FlatColumn
@@ -636,12 +636,20 @@ def create_columns(
 
 
 def finish_columns(
-    disk: Disk, folder: Path, group: WritableColumns, blocks: set[int], stamp: tuple[int, int]
+    disk: Disk,
+    folder: Path,
+    group: WritableColumns,
+    blocks: set[int],
+    stamp: tuple[int, int],
+    deleted: Deleted | None = None,
 ) -> list[Path]:
     """Sum the written blocks of columns that were built, and finish their files; return the files.
 
-    The caller syncs them, and `group.new_folders`, before a reader can find the columns.
+    The caller syncs them, and `group.new_folders`, before a reader can find the columns. The space of
+    `deleted` rows is freed.
     """
+    if deleted is not None:
+        group.free(deleted)  # of flat fields, before their blocks are summed
     sums = Checksums(disk, folder / CHECKSUMS, group)
     try:
         sums.update(blocks, generation=stamp[0], sequence=stamp[1])
@@ -651,6 +659,9 @@ def finish_columns(
     group.synced()
     for segments in group.shared:
         segments.give_back()
+    if deleted is not None:
+        group.free(deleted)  # of packed fields, whose shards are finished
+        group.free_shared(deleted)
     return [folder / CHECKSUMS, *(path for part in group.parts for path in part.paths())]
 
 
