@@ -86,12 +86,12 @@ def memory(*, path: str, rows: int, extend_rows: int, batch_size: int) -> dict[s
     return facts
 
 
-def read_rss_anon() -> int:
-    """Return the anonymous resident memory of this process in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
+def read_rss_anon(process: int | str = "self") -> int:
+    """Return the anonymous resident memory of a process in bytes; by default of this one."""
+    for line in Path(f"/proc/{process}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
-    raise OSError("/proc/self/status has no RssAnon")
+    raise OSError(f"/proc/{process}/status has no RssAnon")
 
 
 if __name__ == "__main__":

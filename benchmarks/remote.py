@@ -12,14 +12,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import expstore
-from benchmarks.probes import ROOT
-from benchmarks.report import Result, Setup, at_least, run_program, span
+from benchmarks.probes import ROOT, read_rss_anon
+from benchmarks.report import Bar, Result, Setup, at_least, run_program, span
 from benchmarks.timing import Series
 from benchmarks.workloads import LOCOMOTION, PIXELS, Workload
 
@@ -29,6 +30,7 @@ BARS = {
     "stream": at_least(1.0, "M rows/s"),
     "stream/pixels": at_least(1.0, " GB/s"),
     "extend": at_least(200, " requests/s"),
+    "memory": Bar(400, " MB"),
 }
 
 
@@ -56,8 +58,8 @@ SMOKE = Effort(
 
 
 @contextmanager
-def serve(folder: Path) -> Iterator[str]:
-    """Serve a folder of stores in a separate process; yield its address."""
+def serve(folder: Path) -> Iterator[tuple[str, int]]:
+    """Serve a folder of stores in a separate process; yield its address and process id."""
     command = [sys.executable, "-m", "expstore", "serve", str(folder), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as server:
         assert server.stdout is not None
@@ -69,7 +71,7 @@ def serve(folder: Path) -> Iterator[str]:
         reader = threading.Thread(target=server.stdout.read, daemon=True)  # a full pipe would block it
         reader.start()
         try:
-            yield address[0]
+            yield address[0], server.pid
         finally:
             server.terminate()
             server.wait(60)
@@ -82,11 +84,12 @@ def measure(setup: Setup) -> Iterator[Result]:
         with expstore.open(path, capacity=workload.rows, seed=1, layout="flat") as rb:
             for start in range(0, workload.rows, workload.extend_rows):
                 rb.extend(workload.batch(workload.extend_rows, start=start, seed=start))
-    with serve(setup.folder) as url:
+    with serve(setup.folder) as (url, process):
         yield measure_samples(url, effort)
         for workload in (effort.locomotion, effort.pixels):
             yield measure_stream(url, workload, effort)
         yield measure_extends(url, effort)
+        yield measure_memory(url, process, effort)
     yield measure_limit(min(effort.seconds, 3.0))
 
 
@@ -102,6 +105,27 @@ def measure_extends(url: str, effort: Effort) -> Result:
     with expstore.connect(f"{url}/locomotion") as rb:
         series = _time_calls(lambda: rb.extend(batch), effort.calls // 2)
     return _rate("extend", series, f"{workload.extend_rows} rows a call")
+
+
+def measure_memory(url: str, process: int, effort: Effort) -> Result:
+    """Measure the server's own memory while three clients sample, extend and ask SQL.
+
+    Pages of libraries and of the store's files are not its own: other processes share them, and the system
+    drops them when memory is short.
+    """
+    batch = effort.locomotion.batch(effort.locomotion.extend_rows, seed=8)
+
+    def work(number: int) -> None:
+        with expstore.connect(f"{url}/locomotion", batch_size=BATCH) as rb:
+            for _ in range(effort.calls // 5):
+                rb.sample()
+                rb.extend(batch, source=f"client-{number}")
+            rb.sql("SELECT count(*) FROM transitions").fetchall()
+
+    with ThreadPoolExecutor(3) as clients:
+        list(clients.map(work, range(3)))
+    size = read_rss_anon(process) / 1e6
+    return Result("memory", size, f"{size:.0f} MB", note="RssAnon of the server with three clients")
 
 
 def _rate(name: str, series: Series, note: str) -> Result:

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from pathlib import Path
@@ -185,6 +185,7 @@ def measure(setup: Setup) -> Iterator[Result]:
         if workload is effort.locomotion:
             yield from measure_openings(folder / "store.exp", effort)
             yield from measure_commands(folder / "store.exp", effort)
+            yield measure_start(folder / "store.exp", effort)
         shutil.rmtree(folder)
     yield measure_memory(setup.folder / "memory.exp", effort)
 
@@ -219,9 +220,23 @@ def measure_full(folder: Path, workload: Workload, effort: Effort) -> Iterator[R
         for act, name in (("add", "add-full"), ("extend", "extend-full"), ("sample", "sample")):
             yield pair.compare(act, f"{workload.name}/{name}{suffix}")
     if has_trajectories:
+        yield measure_in_memory(pair)
         yield measure_busy(pair)
         yield from measure_dumps(pair)
     pair.close()
+
+
+def measure_in_memory(pair: Pair) -> Result:
+    """Compare `extend` with TorchRL's tensors in memory, which no other process sees and no kill survives."""
+    from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+
+    memory = TensorDictReplayBuffer(storage=LazyTensorStorage(pair.capacity), batch_size=BATCH)
+    while len(memory) < pair.capacity:
+        memory.extend(next(pair.batches[1]))
+    ours, theirs = pair.cases("extend")
+    theirs = replace(theirs, act=memory.extend)
+    series = alternate([ours, theirs], rounds=pair.effort.rounds, warm=pair.effort.warm)
+    return compare(f"{pair.workload.name}/extend-memory", *series)
 
 
 def measure_queries(pair: Pair, suffix: str) -> Iterator[Result]:
@@ -366,23 +381,34 @@ def measure_commands(store: Path, effort: Effort) -> Iterator[Result]:
         "cli/info": [["info", str(store)]],
         "cli/sql": [["sql", str(store), by_status], ["sql", str(store), mean]],
     }
-    # An installed package has compiled modules.
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     for name, lines in commands.items():
-        medians = []
-        for words in lines:
-            seconds = []
-            for _ in range(1 + effort.repeats):
-                started = time.perf_counter()
-                subprocess.run(
-                    [sys.executable, "-m", "expstore", *words],
-                    cwd=ROOT, env=environment, capture_output=True, check=True,
-                )  # fmt: skip
-                seconds.append(time.perf_counter() - started)
-            medians.append(Series([seconds[1:]]).median)
+        medians = [_time_process(["-m", "expstore", *words], effort) for words in lines]
         note = "episodes by status; a mean over transitions" if len(lines) > 1 else ""
         text = ", ".join(f"{median:.2f} s" for median in medians)
         yield Result(name, max(medians), text, note=note, data={"medians": medians})
+
+
+def measure_start(store: Path, effort: Effort) -> Result:
+    """Measure a process that opens a store and samples a batch; compare it with one that imports torch."""
+    program = f"import expstore; expstore.open({str(store)!r}, batch_size={BATCH}).sample()"
+    ours, torch, tensordict = (
+        _time_process(["-c", code], effort) for code in (program, "import torch", "import tensordict")
+    )
+    note = f"beyond import torch, {torch:.2f} s; import tensordict {tensordict:.2f} s"
+    data = {"process": ours, "torch": torch, "tensordict": tensordict}
+    return Result("start/first-batch", ours - torch, f"{ours - torch:.2f} s", note=note, data=data)
+
+
+def _time_process(words: Sequence[str], effort: Effort) -> float:
+    """Return the median duration of a process of Python with these arguments, in seconds."""
+    # An installed package has compiled modules.
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    seconds = []
+    for _ in range(1 + effort.repeats):
+        started = time.perf_counter()
+        subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, check=True)
+        seconds.append(time.perf_counter() - started)
+    return Series([seconds[1:]]).median
 
 
 if __name__ == "__main__":
