@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 
+import expstore
 from expstore import exchange
 
 Pair = tuple[Callable[..., Any], Callable[..., Any]]
@@ -47,3 +50,16 @@ def control_rows(first: int, count: int, every: int = 9) -> TensorDict:
     data["collector", "traj_ids"] = number // every
     data["wave"] = torch.complex(number.float(), -number.float())
     return data
+
+
+def write_lines(path: Path, rows: Iterable[Any]) -> Path:
+    """Write rows as lines of JSON; return the path."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read_fields(path: Path) -> list[dict[str, Any]]:
+    """Return the fields of each row of a store, without the columns that the store adds."""
+    with expstore.open(path, mode="r") as rb:
+        found = rb.sql("SELECT * EXCLUDE (_id, _index, _episode, _step, _time, _priority) FROM transitions")
+        return [dict(row) for row in found.arrow().to_pylist()]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import pickle
 
-import pytest
-
 from expstore import errors
 
 BASES = {
@@ -43,34 +41,27 @@ def test_the_table_above_is_the_whole_tree() -> None:
         assert name in (errors.__doc__ or ""), f"the drawing lacks {name}"
 
 
-@pytest.mark.parametrize("name", BASES)
-def test_each_error_has_its_bases_and_kind(name: str) -> None:
-    cls = getattr(errors, name)
-    parent, builtin, kind = BASES[name]
-    error = cls("asked for 3, found 2", hint="ask for 2")
-    assert isinstance(error, parent)
-    assert isinstance(error, builtin)
-    assert error.kind == kind
-    assert str(error) == "asked for 3, found 2; ask for 2"
-    hint = f"; {cls.default_hint}" if cls.default_hint else ""
-    assert str(cls("found nothing")) == f"found nothing{hint}"
-    assert bool(hint) == (name == "CorruptionError")
+def test_each_error_has_its_bases_and_kind() -> None:
+    for name, (parent, builtin, kind) in BASES.items():
+        cls = getattr(errors, name)
+        error = cls("asked for 3, found 2", hint="ask for 2")
+        assert isinstance(error, parent), name
+        assert isinstance(error, builtin), name
+        assert error.kind == kind
+        assert str(error) == "asked for 3, found 2; ask for 2"
+        hint = f"; {cls.default_hint}" if cls.default_hint else ""
+        assert str(cls("found nothing")) == f"found nothing{hint}"
+        assert bool(hint) == (name == "CorruptionError")
 
 
-@pytest.mark.parametrize("name", [*BASES, "ExpStoreError"])
-def test_pickle_keeps_message_kind_and_hint(name: str) -> None:
-    error = getattr(errors, name)("what", kind="special", hint="do this")
-    copy = pickle.loads(pickle.dumps(error))
-    assert type(copy) is type(error)
-    assert (copy.message, copy.kind, copy.hint, str(copy)) == ("what", "special", "do this", "what; do this")
-
-
-@pytest.mark.parametrize("name", [*BASES, "ExpStoreError"])
-def test_the_place_comes_before_the_message(name: str) -> None:
-    error = getattr(errors, name)("what", kind="special", hint="do this")
-    error.status = 503
-    found = error.at("file.h5, episode 3")
-    assert type(found) is type(error)
-    assert (found.message, found.kind, found.hint) == ("file.h5, episode 3: what", "special", "do this")
-    assert str(found) == "file.h5, episode 3: what; do this"
-    assert found.status == 503
+def test_pickles_and_places_keep_kind_and_hint() -> None:
+    """The place comes before the message."""
+    for name in errors.__all__:
+        error = getattr(errors, name)("what", kind="special", hint="do this")
+        error.status = 503
+        at = error.at("file.h5, episode 3")
+        for found, message in ((pickle.loads(pickle.dumps(error)), "what"), (at, "file.h5, episode 3: what")):
+            assert type(found) is type(error)
+            assert (found.message, found.kind, found.hint) == (message, "special", "do this")
+            assert str(found) == f"{message}; do this"
+        assert at.status == 503

@@ -5,24 +5,25 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-
 from matplotlib.figure import Figure
 from PIL import Image
 
 import expstore
 from expstore import plot
 from expstore.api import Settings
-from expstore.core.values import Array, IntArray
+from expstore.core.values import Array
 from expstore.errors import ArgumentError, NotFoundError, QueryError, RemoteError, SchemaError, StateError
 from tests.support.servers import Serving
+
+pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+
+
+from tests.support.batches import memory_buffer
 
 PNG = b"\x89PNG"
 #: A name that matplotlib would take for a formula and leave out of a legend, and HTML for markup.
@@ -155,23 +156,6 @@ def test_an_episode_of_one_step(tmp_path: Path) -> None:
         assert plot.episode(rb, 1, animate=True)._repr_html_().startswith("<img")
 
 
-def test_only_some_frames_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with expstore.open(tmp_path / "a.exp") as rb:
-        rb.extend(steps(250))
-        read, asked = rb.storage.read, []
-
-        def record(ids: IntArray, places: Sequence[int] | None = None) -> list[Any]:
-            asked.append((ids.size, places))
-            return read(ids, places)
-
-        monkeypatch.setattr(rb.storage, "read", record)
-        plot.episode(rb, 1)
-        assert asked == [(250, [4, 1, 2])] + [(1, [0])] * 10
-        asked.clear()
-        plot.episode(rb, 1, animate=True)
-        assert asked == [(250, [4, 1, 2])] + [(1, [0])] * 100
-
-
 @pytest.mark.slow
 def test_an_animation_is_a_gif_in_a_notebook(rb: Any, tmp_path: Path) -> None:
     animation = plot.episode(rb, 3, animate=True)
@@ -183,30 +167,28 @@ def test_an_animation_is_a_gif_in_a_notebook(rb: Any, tmp_path: Path) -> None:
         assert getattr(gif, "n_frames", 1) == 5
 
 
-@pytest.mark.parametrize(
-    ("shape", "pixel"),
-    [
-        ((8, 9), [7, 7, 7]),
+def test_layouts_of_frames() -> None:
+    for shape, pixel in (
+        ((9, 8), [7, 7, 7]),
         ((9, 8, 1), [7, 7, 7]),
         ((1, 9, 8), [7, 7, 7]),
         ((9, 8, 3), [7, 8, 9]),
         ((3, 9, 8), [7, 8, 9]),
         ((4, 9, 8), [10, 10, 10]),  # the last of four frames
         ((9, 8, 4), [10, 10, 10]),
-    ],
-)
-def test_layouts_of_frames(shape: tuple[int, ...], pixel: list[int], tmp_path: Path) -> None:
-    channel = shape.index(min(shape)) if len(shape) == 3 else 0
-    planes = np.arange(shape[channel]) if len(shape) == 3 else np.zeros(shape[0], int)
-    planes = planes.reshape([-1 if axis == channel else 1 for axis in range(len(shape))])
-    with expstore.open(tmp_path / "a.exp") as rb:
-        rb.extend({"screen": np.broadcast_to(7 + planes, (2, *shape)).astype(np.uint8), "n": np.arange(2)})
-        figure = plot.episode(rb, 1)
-    (strip,) = (image for ax in figure.axes for image in ax.images)
-    array: Any = strip.get_array()
-    assert array.shape[:2] == (9 if len(shape) == 3 else 8, 2 * (8 if len(shape) == 3 else 9) + 1)
-    assert array[0, 0].tolist() == [*pixel, 255]
-    assert array[0, array.shape[1] // 2].tolist() == [0, 0, 0, 0]
+    ):
+        planes = np.zeros(shape, np.uint8) + 7
+        if len(shape) == 3:
+            planes += np.moveaxis(
+                np.arange(min(shape), dtype=np.uint8).reshape(-1, 1, 1), 0, np.argmin(shape)
+            )
+        rb = memory_buffer()
+        rb.extend({"screen": np.stack([planes, planes]), "n": np.arange(2)})
+        (strip,) = (image for ax in plot.episode(rb, 1).axes for image in ax.images)
+        array: Any = strip.get_array()
+        assert array.shape[:2] == (9, 17)
+        assert array[0, 0].tolist() == [*pixel, 255], shape
+        assert array[0, 8].tolist() == [0, 0, 0, 0], shape
 
 
 def test_large_frames_are_reduced(tmp_path: Path) -> None:
@@ -280,9 +262,6 @@ def test_a_served_store_has_returns_and_lengths_but_no_frames(rb: Any, tmp_path:
             plot.episode(remote, 1)  # type: ignore[call-overload]
 
 
-# -- matplotlib ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_pyplot_and_torch_are_not_loaded() -> None:
     code = (
@@ -291,6 +270,9 @@ def test_pyplot_and_torch_are_not_loaded() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+# -- matplotlib ----------------------------------------------------------------------------------------
 
 
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

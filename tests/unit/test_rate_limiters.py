@@ -37,8 +37,6 @@ from tests.support import warm_processes
 from tests.support.batches import memory_buffer, numbered_rows
 from tests.support.waits import wait_until
 
-MakeBatch = Callable[..., TensorDict]
-
 
 class Counts:
     """A storage as limiters see it."""
@@ -292,32 +290,17 @@ def test_closing_wakes_waiting_threads(store_path: Path) -> None:
         rb.sample()
 
 
-INTERRUPTED = """
-import os, signal, sys, threading
-import expstore
-from expstore.rate_limiters import MinSize
+def test_ctrl_c_ends_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    rb = memory_buffer(batch_size=4, rate_limiter=(limiter := MinSize(10)))
+    wait = limiter._changed.wait
 
-rb = expstore.open(sys.argv[1], batch_size=4, batches={"rate_limiter": MinSize(10)})
-wait = rb._sampling.limiter._changed.wait
+    def interrupt(seconds: float | None) -> bool:
+        os.kill(os.getpid(), signal.SIGINT)
+        return wait(seconds)
 
-def waiting(seconds):
-    os.kill(os.getpid(), signal.SIGINT)
-    return wait(seconds)
-
-rb._sampling.limiter._changed.wait = waiting
-try:
-    rb.sample()
-except KeyboardInterrupt:
-    rb.close()
-    os._exit(77)
-"""
-
-
-def test_ctrl_c_ends_a_wait(store_path: Path) -> None:
-    done = warm_processes.run(
-        [sys.executable, "-c", INTERRUPTED, str(store_path)], check=False, capture_output=True, timeout=60
-    )
-    assert done.returncode == 77, done.stderr
+    monkeypatch.setattr(limiter._changed, "wait", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        rb.sample()
 
 
 # -- what a restart goes on with -----------------------------------------------------------------------

@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.context import set_spawning_popen
 from pathlib import Path
@@ -25,12 +24,11 @@ from expstore.storages.memory import MemoryStorage
 from expstore.torchrl import ExpStorage
 from tests.support import warm_processes
 from tests.support.paths import ROOT
+from tests.support.torchrl_names import module
 from tests.support.tuned import few_rows_in_memory
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # some of its modules use what other ones call deprecated
-    from torchrl import data as theirs
-    from torchrl.data.replay_buffers.samplers import ConsumingSampler
+theirs = module("torchrl.data")
+ConsumingSampler = module("torchrl.data.replay_buffers.samplers").ConsumingSampler
 
 CAPACITY = 40
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,18 +19,18 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 
 import expstore
 from expstore import ReplayBufferTrainer
-from tests.support import warm_processes
+from tests.support.torchrl_names import module
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # some of its modules use what other ones call deprecated
-    import torchrl.trainers as theirs
-    from torchrl import data as their_data
-    from torchrl.checkpoint import Checkpoint
-    from torchrl.collectors import Collector
-    from torchrl.envs import GymEnv
-    from torchrl.modules import EGreedyModule, QValueModule
-    from torchrl.objectives import DQNLoss, SoftUpdate
-    from torchrl.trainers.algorithms import DQNTrainer
+theirs = module("torchrl.trainers")
+their_data = module("torchrl.data")
+Checkpoint = module("torchrl.checkpoint").Checkpoint
+Collector = module("torchrl.collectors").Collector
+GymEnv = module("torchrl.envs").GymEnv
+EGreedyModule = module("torchrl.modules").EGreedyModule
+QValueModule = module("torchrl.modules").QValueModule
+DQNLoss = module("torchrl.objectives").DQNLoss
+SoftUpdate = module("torchrl.objectives").SoftUpdate
+DQNTrainer = module("torchrl.trainers.algorithms").DQNTrainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torchrl"),
@@ -487,26 +486,15 @@ def test_a_hook_that_is_loaded_ends_open_episodes(members: int, tmp_path: Path) 
 
 # -- without TorchRL ----------------------------------------------------------------------------------------
 
-ALONE = """
-import sys
-sys.modules["torchrl"] = None  # as if it were not installed
-import torch
-from tensordict import TensorDict
-import expstore
-rb = expstore.TensorDictPrioritizedReplayBuffer(
-    alpha=0.6, beta=0.4, storage=expstore.MemoryStorage(100, seed=1), batch_size=8
-)
-hook = expstore.ReplayBufferTrainer(rb, flatten_tensordicts=True)
-for step in range(5):
-    hook.extend(TensorDict({"a": torch.ones(2, 4, 3), "next": {"reward": torch.ones(2, 4, 1)}}, [2, 4]))
-    batch = hook.sample()
-    hook.update_priority(batch.set("td_error", torch.rand(8)))
-hook.load_state_dict(hook.state_dict())
-print(len(rb), batch.shape)
-"""
 
-
-def test_a_custom_loop_needs_no_torchrl() -> None:
-    done = warm_processes.run([sys.executable, "-c", ALONE], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "40 torch.Size([8])\n"
+def test_a_custom_loop_needs_no_torchrl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchrl", None)  # as if it were not installed
+    rb = expstore.TensorDictPrioritizedReplayBuffer(
+        alpha=0.6, beta=0.4, storage=expstore.MemoryStorage(100, seed=1), batch_size=8
+    )
+    hook = ReplayBufferTrainer(rb, flatten_tensordicts=True)
+    for first in range(0, 20, 4):
+        hook.extend(batch_of(2, 4, first))
+        hook.update_priority(hook.sample().set("td_error", torch.rand(8)))
+    hook.load_state_dict(hook.state_dict())
+    assert len(rb) == 40

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,13 @@ import pytest
 import torch
 from tensordict import PersistentTensorDict
 
-from expstore.cli.app import run
 from expstore.datasets import D4RLReader
-from expstore.datasets.kinds import d4rl
 from expstore.errors import NotFoundError, SchemaError, StorageError
 from tests.support.imported_stores import import_rows
 from tests.support.refusals import check_refusals
+from tests.support.torchrl_names import module
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of importing torchrl's collectors
-    from torchrl.data.datasets.d4rl import D4RLExperienceReplay
+D4RLExperienceReplay = module("torchrl.data.datasets.d4rl").D4RLExperienceReplay
 
 LENGTHS = [4, 5, 3]
 
@@ -61,11 +57,7 @@ def write(path: Path, values: dict[str, Any]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("slab", [1, 100, 1 << 20])
-def test_every_row_and_the_true_last_observation(
-    tmp_path: Path, slab: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(d4rl, "_SLAB_BYTES", slab)
+def test_every_row_and_the_true_last_observation(tmp_path: Path) -> None:
     there = arrays()
     rows, episodes, _, meta = import_rows(D4RLReader(write(tmp_path / "hopper-v2.hdf5", there)), tmp_path)
     assert episodes == [(4, "terminated"), (5, "truncated"), (3, "cut")]
@@ -161,15 +153,3 @@ def test_unsuitable_files_are_refused(tmp_path: Path) -> None:
             (lambda: D4RLReader(good, split_on=wrong), SchemaError, "split_on="),
         ]
     )
-
-
-def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file, store = str(write(tmp_path / "hopper-v2.hdf5", arrays())), str(tmp_path / "a.exp")
-    assert run(["import", file, store, "--format", "d4rl"]) == 0
-    assert capsys.readouterr().out.startswith(f"{store} holds 12 rows of 3 episodes: ")
-    assert run(["import", file, store, "--format", "d4rl"]) == 0  # a second time nothing is done
-    assert run(["import", file, str(tmp_path / "b.exp"), "--format", "atari"]) == 2
-    words = "'atari' is unknown; use one of arrow, atari-dqn, csv, d4rl"
-    assert words in " ".join(capsys.readouterr().err.split())
-    assert run(["import", file, str(tmp_path / "b.exp"), "--format", "atari-dqn"]) == 2
-    assert not (tmp_path / "b.exp").exists()

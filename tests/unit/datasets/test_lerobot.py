@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +18,10 @@ from PIL import Image
 import expstore
 from expstore.cli.app import run
 from expstore.datasets import LeRobotReader, import_dataset, lerobot_columns_to_tensordict
-from expstore.datasets.kinds import lerobot
 from expstore.errors import NotFoundError, SchemaError
+from tests.support.torchrl_names import module
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of importing torchrl's collectors
-    from torchrl.data.datasets import lerobot as theirs
+theirs = module("torchrl.data.datasets.lerobot")
 
 FPS = 10
 LENGTHS = [3, 4, 2, 5]
@@ -244,42 +241,6 @@ def test_rows_equal_torchrls(tmp_path: Path) -> None:
     assert ("next", "terminated") not in expected.keys(True, True)
 
 
-def test_long_episodes_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lerobot, "_PIECE_BYTES", 4000)  # about ten frames
-    count = 40
-    number = np.repeat([0, 1], [count, 3])
-    frame = np.append(np.arange(count), np.arange(3))
-    wide = np.repeat(np.arange(count + 3, dtype=np.float32), 100)
-    found = pa.table(
-        {
-            "observation.state": pa.FixedSizeListArray.from_arrays(pa.array(wide), 100),
-            "action": frame,
-            "frame_index": frame,
-            "episode_index": number,
-            "index": np.arange(count + 3),
-        }
-    )
-    root = tmp_path / "raw"
-    write_v3(root, found, features={"observation.state": {"dtype": "float32", "shape": [10, 10]}})
-    reader = LeRobotReader(root)
-    pieces = list(reader.episodes(reader.parts()[0]))
-    assert {len(np.asarray(piece.action)) for piece in pieces} > {1}
-    assert max(piece.observation["state"].nbytes for piece in pieces) <= 4400
-    ends = [piece.end for piece in pieces]
-    assert ends.count("cut") == 2
-    assert ends.count("open") > 2
-    done = import_dataset(reader, tmp_path / "a.exp")
-    assert (done.rows, done.episodes) == (count + 3, 2)
-    rows = load(tmp_path / "a.exp")
-    assert rows["observation", "state"].shape == (count + 3, 10, 10)
-    np.testing.assert_array_equal(rows["observation", "state"][:, 9, 9], np.arange(count + 3))
-    inside = np.setdiff1d(np.arange(count + 2), [count - 1])
-    np.testing.assert_array_equal(rows["next", "observation", "state"][inside, 0, 0], inside + 1)
-    # There is no `next.done`: the recording stops, and the files do not say why.
-    assert not rows["next", "done"].any()
-    assert ("next", "reward") not in rows.keys(True)
-
-
 def test_key_map(tmp_path: Path) -> None:
     root = write_v3(tmp_path / "raw", table(images=False))
     reader = LeRobotReader(
@@ -316,8 +277,13 @@ def test_ends_that_the_files_name(tmp_path: Path) -> None:
     done[ends[2]] = False
     done[ends[2] - 1] = True  # not the last frame: it ends nothing
     found = found.set_column(found.column_names.index("next.done"), "next.done", pa.array(done))
-    import_dataset(LeRobotReader(write_v3(tmp_path / "raw", found)), tmp_path / "a.exp")
+    wide = {"observation.state": {"dtype": "float32", "shape": [2, 1]}}
+    root = write_v3(
+        tmp_path / "raw", found, split=0, features=features(found) | wide
+    )  # the first file is empty
+    import_dataset(LeRobotReader(root), tmp_path / "a.exp")
     with expstore.open(tmp_path / "a.exp", mode="r") as rb:
+        assert rb[:]["observation", "state"].shape == (14, 2, 1)
         status = rb.sql("SELECT status FROM episodes ORDER BY episode_id").fetchall()
         assert np.flatnonzero(rb[:]["next", "terminal"]).tolist() == np.flatnonzero(done).tolist()
     assert [name for (name,) in status] == ["terminated", "truncated", "cut", "truncated"]

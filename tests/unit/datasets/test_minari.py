@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +11,19 @@ import minari
 import numpy as np
 import pytest
 import torch
-from gymnasium import spaces
-from minari.data_collector import EpisodeBuffer
 from tensordict import TensorDict
 
 import expstore
 from expstore.cli.app import run
 from expstore.core import tuning
 from expstore.datasets import MinariReader, import_dataset
-from expstore.datasets.kinds import minari as reader_module
 from expstore.errors import NotFoundError, SchemaError, StorageError
 from tests.support.imported_stores import import_rows
 from tests.support.minari_sets import LENGTHS, create_minari, make_episodes, write_old_minari
 from tests.support.refusals import Refusal, check_refusals
+from tests.support.torchrl_names import module
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of importing torchrl's collectors
-    from torchrl.data.datasets.minari_data import MinariExperienceReplay
+MinariExperienceReplay = module("torchrl.data.datasets.minari_data").MinariExperienceReplay
 
 # Minari warns about facts that it was not given.
 pytestmark = [pytest.mark.usefixtures("no_syncs"), pytest.mark.filterwarnings("ignore")]
@@ -85,37 +80,6 @@ def test_jpeg_images_of_tables_are_what_minari_reads(
     np.testing.assert_array_equal(after, np.concatenate([one[1:] for one in frames]))
 
 
-@pytest.mark.parametrize("form", ["arrow", "parquet"])
-def test_long_episodes_of_tables(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Minari's own reader returns too few steps of them."""
-    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "root"))
-    (tmp_path / "root").mkdir()
-    count = 40_000
-    at = np.arange(count + 1, dtype=np.float32)
-    flags = [False] * count
-    episodes = [
-        EpisodeBuffer(
-            id=number,
-            observations=at[:, None] + number,
-            actions=at[:-1, None],
-            rewards=at[:-1].tolist(),
-            terminations=flags,
-            truncations=flags,
-        )
-        for number in range(2)
-    ]
-    minari.create_dataset_from_buffers(
-        "test/long-v0",
-        buffer=episodes,
-        observation_space=spaces.Box(0, 1e6, (1,), np.float32),
-        action_space=spaces.Box(0, 1e6, (1,), np.float32),
-        data_format=form,
-    )
-    rows, ends, *_ = import_rows(MinariReader(tmp_path / "root/test/long-v0"), tmp_path)
-    assert ends == 2 * [(count, "cut")]
-    assert rows["next", "observation"][:, 0].tolist() == [*at[1:], *(at[1:] + 1)]
-
-
 # -- compared with TorchRL's class -------------------------------------------------------------------------
 
 
@@ -145,21 +109,8 @@ def test_rows_equal_torchrls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert rows["next", "info", "success"][:4].tolist() == [True, False, True, False]
 
 
-@pytest.mark.slow
-def test_pieces_of_long_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reader = MinariReader(write_old_minari(tmp_path / "old-v0"))
-    whole = import_rows(reader, tmp_path)
-    monkeypatch.setattr(tuning, "EXCHANGE_ROWS", 3)
-    monkeypatch.setattr(reader_module, "_PIECE_BYTES", 50)
-    pieces = import_rows(reader, tmp_path)
-    assert whole.ends == pieces.ends
-    assert whole.facts == pieces.facts
-    for key in whole.rows.keys(include_nested=True, leaves_only=True):
-        assert (whole.rows[key] == pieces.rows[key]).all()
-
-
 def test_observations_without_the_last_one(tmp_path: Path) -> None:
-    """Some old data sets have as many observations as steps."""
+    """Some old data sets have as many observations as steps; no flag says that an episode has ended."""
     folder = write_old_minari(tmp_path / "old-v0")
     with h5py.File(folder / "data/main_data.hdf5", "a") as file:
         for group in file.values():
@@ -167,7 +118,10 @@ def test_observations_without_the_last_one(tmp_path: Path) -> None:
                 values = group[name][:-1]
                 del group[name]
                 group[name] = values
-    rows = import_rows(MinariReader(folder), tmp_path).rows
+            for name in ("terminations", "truncations"):
+                group[name][...] = False
+    rows, ends, *_ = import_rows(MinariReader(folder), tmp_path)
+    assert ends == [(4, "cut"), (5, "cut"), (2, "cut")]
     last = np.cumsum([4, 5, 2]) - 1
     for key in ("observation", ("state", "qpos")):
         after = rows["next", *((key,) if isinstance(key, str) else key)]
@@ -192,9 +146,6 @@ def test_text_is_a_fact(tmp_path: Path) -> None:
     assert notes == ["infos/mission", "infos/rare", "infos/word"]
 
 
-# -- imports ---------------------------------------------------------------------------------------------
-
-
 def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, store = str(write_old_minari(tmp_path / "old-v0")), str(tmp_path / "a.exp")
     with h5py.File(tmp_path / "old-v0/data/main_data.hdf5", "a") as file:
@@ -206,6 +157,9 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert sorted(rb[:]["episode"].tolist()) == [2] * 4 + [10] * 2
         assert rb.sql("SELECT length FROM episodes WHERE live_rows > 0 ORDER BY 1").fetchall() == [(2,), (5,)]
     assert run(["import", source, store]) == 2
+
+
+# -- imports ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", ["arrow", "parquet"])

@@ -18,10 +18,9 @@ from expstore.datasets import OpenMLExperienceReplay, OpenMLReader, import_datas
 from expstore.datasets.kinds import openml
 from expstore.errors import NotFoundError, RemoteError, SchemaError, StateError, StorageError
 from tests.support.data_server import serving_files
+from tests.support.torchrl_names import module
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of importing torchrl's collectors
-    from torchrl.data.datasets.openml import OpenMLExperienceReplay as OfTorchRL
+OfTorchRL = module("torchrl.data.datasets.openml").OpenMLExperienceReplay
 
 ROWS = 60
 

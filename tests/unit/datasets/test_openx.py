@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import tarfile
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,10 @@ from expstore.errors import NotFoundError, SchemaError, StorageError
 from tests.support.data_server import serving_files
 from tests.support.imported_stores import import_rows
 from tests.support.refusals import check_refusals
+from tests.support.torchrl_names import module
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of importing torchrl's collectors
-    from torchrl.data.datasets.openx import OpenXExperienceReplay as OfTorchRL
-    from torchrl.data.datasets.openx import _format_data
+OfTorchRL = module("torchrl.data.datasets.openx").OpenXExperienceReplay
+_format_data = module("torchrl.data.datasets.openx")._format_data
 
 LENGTHS = (5, 3, 8)
 ID = "cmu_stretch"
@@ -81,26 +79,11 @@ def episodes() -> list[Any]:
     return [episode(number, count, terminal=number != 1) for number, count in enumerate(LENGTHS)]
 
 
-@pytest.mark.parametrize("piece", [1, 16 << 20])
-def test_episodes(tmp_path: Path, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openx, "_PIECE_BYTES", piece)
+def test_rows_equal_those_of_torchrls_class(tmp_path: Path) -> None:
     source = archive(tmp_path / "raw" / "a.tar", episodes())
     rows, ends, facts, _ = import_rows(OpenXReader(source), tmp_path)
     assert ends == [(5, "terminated"), (3, "truncated"), (8, "terminated")]
     assert facts == 3 * [{"language_instruction": "open the drawer"}]
-    start = 0
-    for number, count in enumerate(LENGTHS):
-        part = rows[start : start + count]
-        start += count
-        images = np.stack([pixels(number, at) for at in range(count)]).transpose(0, 3, 1, 2)
-        np.testing.assert_array_equal(part["observation", "image"].numpy(), images)
-        np.testing.assert_array_equal(part["next", "observation", "image"][:-1].numpy(), images[1:])
-        assert not part["next", "observation", "image"][-1].any()
-        assert part["episode"].unique().tolist() == [number]
-
-
-def test_rows_equal_those_of_torchrls_class(tmp_path: Path) -> None:
-    rows = import_rows(OpenXReader(archive(tmp_path / "raw" / "a.tar", episodes())), tmp_path).rows
     start = 0
     for number, there in enumerate(episodes()):
         steps = []

@@ -156,9 +156,3 @@ def test_an_unrecognised_source_is_refused_with_all_formats(
         named = told.partition("--format: ")[2].strip().split(", ")
         assert named == sorted({*IMPORTS, *list_formats()})
         assert {"csv", "npz", "rlds"} <= set(named)
-
-
-def test_the_help_lists_all_formats(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["import", "--help"]) == 0
-    told = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert ", ".join(sorted({*IMPORTS, *list_formats()})) in told

@@ -18,7 +18,6 @@ from PIL import Image
 
 import expstore
 from expstore.datasets import RLDSReader, import_dataset
-from expstore.datasets.kinds import rlds
 from expstore.datasets.tfrecord import parse_example, read_records
 from expstore.errors import NotFoundError, SchemaError, StorageError
 from tests.support.refusals import check_refusals
@@ -266,39 +265,6 @@ def test_last_step_is_a_transition(tmp_path: Path) -> None:
         RLDSReader(source, last_step="both")  # type: ignore[arg-type]
 
 
-def test_long_episodes_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rlds, "_PIECE_BYTES", 9000)  # two steps
-    step = {
-        "observation": tensor("float32", 1000),
-        "action": tensor("int32"),
-        "is_terminal": tensor("bool"),
-    }
-    count = 11
-    values = np.arange(count, dtype=np.float32)
-    features = {
-        "episode_id": np.array([7]),
-        "episode_metadata/file_path": [b"x"],
-        "steps/observation": values.repeat(1000),
-        "steps/action": -np.arange(count),
-        "steps/is_terminal": np.arange(count) == count - 1,
-    }
-    floats = np.asarray(features.pop("steps/observation"), "<f4").tobytes()
-    entry = field(1, b"steps/observation") + field(2, field(2, field(1, floats)))
-    data = example(features) + field(1, field(1, entry))  # protobuf merges the two messages
-    source = write(tmp_path / "raw", [[data]], step)
-    reader = RLDSReader(source)
-    pieces = list(reader.episodes(reader.parts()[0]))
-    assert [piece.end for piece in pieces] == ["open"] * (len(pieces) - 1) + ["terminated"]
-    assert all(np.asarray(piece.observation).nbytes <= 12_000 for piece in pieces)
-    assert len(pieces) > 3
-    done = import_dataset(reader, tmp_path / "a.exp")
-    assert (done.rows, done.episodes) == (count - 1, 1)
-    rows = load(tmp_path / "a.exp")
-    np.testing.assert_array_equal(rows["observation"][:, 0], values[:-1])
-    np.testing.assert_array_equal(rows["next", "observation"][:, -1], values[1:])
-    np.testing.assert_array_equal(rows["action"], -np.arange(count - 1))
-
-
 @pytest.mark.slow
 def test_splits(tmp_path: Path) -> None:
     found = [example(episode(n, 2, True)) for n in range(4)]
@@ -398,15 +364,6 @@ def test_images_of_other_types(tmp_path: Path) -> None:
     source = write(tmp_path / "b", [[example(features)]], step)
     with pytest.raises(SchemaError, match="images of float32, which need four channels"):
         import_dataset(RLDSReader(source), tmp_path / "b.exp")
-
-
-def test_numbers_of_all_sizes() -> None:
-    numbers = np.array([0, 1, 127, 128, 300, 2**31, 2**63 - 1, -1, -(2**63)])
-    for packed in (True, False):
-        found = parse_example(example({"x": numbers, "none": np.zeros(0, int)}, packed))
-        assert np.asarray(found["x"]).tolist() == numbers.tolist()
-        assert np.asarray(found["none"]).size == 0
-    assert parse_example(field(1, field(1, field(1, b"x") + field(2, b"")))) == {"x": None}
 
 
 @pytest.mark.slow
@@ -512,3 +469,12 @@ def test_unsuitable_folders_are_refused(tmp_path: Path) -> None:
     (source / "dataset_info.json").write_text("no JSON")
     with pytest.raises(SchemaError, match="is not JSON"):
         RLDSReader(source)
+
+
+def test_numbers_of_all_sizes() -> None:
+    numbers = np.array([0, 1, 127, 128, 300, 2**31, 2**63 - 1, -1, -(2**63)])
+    for packed in (True, False):
+        found = parse_example(example({"x": numbers, "none": np.zeros(0, int)}, packed))
+        assert np.asarray(found["x"]).tolist() == numbers.tolist()
+        assert np.asarray(found["none"]).size == 0
+    assert parse_example(field(1, field(1, field(1, b"x") + field(2, b"")))) == {"x": None}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,12 @@ import pytest
 import torch
 
 from expstore.datasets import VD4RLReader, import_dataset
-from expstore.datasets.kinds import vd4rl
 from expstore.errors import NotFoundError, SchemaError, StorageError
 from tests.support.imported_stores import import_rows
+from tests.support.torchrl_names import module
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of importing torchrl's collectors
-    from torchrl.data.datasets.vd4rl import VD4RLExperienceReplay, _from_npz
+VD4RLExperienceReplay = module("torchrl.data.datasets.vd4rl").VD4RLExperienceReplay
+_from_npz = module("torchrl.data.datasets.vd4rl")._from_npz
 
 
 def episode(count: int, seed: int, *, terminal: bool = False) -> dict[str, Any]:
@@ -44,24 +42,6 @@ def write(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("piece", [1, 16 << 20])
-def test_steps_lead_from_an_image_to_the_next(
-    tmp_path: Path, piece: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(vd4rl, "_PIECE_BYTES", piece)
-    rows, ends, *_ = import_rows(VD4RLReader(write(tmp_path / "raw")), tmp_path)
-    assert ends == [(5, "truncated"), (3, "terminated")]
-    for start, stop, seed, count in ((0, 5, 1, 6), (5, 8, 2, 4)):
-        there, part = episode(count, seed), rows[start:stop]
-        np.testing.assert_array_equal(part["pixels"].numpy(), there["image"][:-1])
-        np.testing.assert_array_equal(part["next", "pixels"].numpy(), there["image"][1:])
-        np.testing.assert_array_equal(part["action"].numpy(), there["action"][1:])
-        np.testing.assert_array_equal(part["next", "reward"].numpy()[:, 0], there["reward"][1:])
-        np.testing.assert_array_equal(part["state", "height"].numpy(), there["height"][:-1])
-        np.testing.assert_array_equal(part["next", "state", "height"].numpy(), there["height"][1:])
-        assert part["is_init"].ravel().tolist() == [True] + [False] * (count - 2)
-
-
 def test_several_episodes_in_one_hdf5_file(tmp_path: Path) -> None:
     parts = [episode(5, 1), episode(3, 2), episode(4, 3)]
     kinds = [np.array([0] + [1] * (count - 2) + [2]) for count in (5, 3, 4)]
@@ -83,7 +63,8 @@ def test_several_episodes_in_one_hdf5_file(tmp_path: Path) -> None:
 def test_rows_equal_those_of_torchrls_class(tmp_path: Path) -> None:
     """TorchRL takes actions and rewards as they stand: a row late, with a row too many per episode."""
     folder = write(tmp_path / "raw")
-    rows = import_rows(VD4RLReader(folder), tmp_path).rows
+    rows, ends, *_ = import_rows(VD4RLReader(folder), tmp_path)
+    assert ends == [(5, "truncated"), (3, "terminated")]
     start = 0
     for name, count in (("a", 6), ("b", 4)):
         theirs = VD4RLExperienceReplay._process_data(_from_npz(folder / f"{name}.npz"))
@@ -92,6 +73,7 @@ def test_rows_equal_those_of_torchrls_class(tmp_path: Path) -> None:
         torch.testing.assert_close(ours["pixels"], theirs["pixels"][:-1])
         torch.testing.assert_close(ours["next", "pixels"], theirs["pixels"][1:])
         torch.testing.assert_close(ours["state", "height"], theirs["state", "height"][:-1])
+        torch.testing.assert_close(ours["next", "state", "height"], theirs["state", "height"][1:])
         torch.testing.assert_close(ours["is_init"].ravel(), theirs["is_init"][:-1])
         for key in (("action",), ("next", "reward"), ("next", "done"), ("next", "terminated")):
             torch.testing.assert_close(ours[key], theirs[key][1:])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,22 +13,16 @@ from expstore.cli.app import run
 from expstore.core import tuning
 from expstore.errors import NotFoundError, SchemaError, StorageError
 from expstore.exchange import Imported, import_jsonl, table_files
+from tests.support.exchange_formats import read_fields, write_lines
 from tests.support.refusals import check_refusals
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 
 
-def write(path: Path, rows: Iterable[Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def load(folder: Path, rows: Iterable[Any], **options: Any) -> tuple[Imported, list[dict[str, Any]]]:
     """Import rows; return the result and the stored fields of each row."""
-    done = import_jsonl(write(folder / "in.jsonl", rows), folder / "in.exp", **options)
-    with expstore.open(done.path, mode="r") as rb:
-        table = rb.sql("SELECT * EXCLUDE (_id, _index, _episode, _step, _time, _priority) FROM transitions")
-        return done, table.arrow().to_pylist()
+    done = import_jsonl(write_lines(folder / "in.jsonl", rows), folder / "in.exp", **options)
+    return done, read_fields(done.path)
 
 
 def test_transitions_become_episodes(tmp_path: Path) -> None:
@@ -91,13 +84,15 @@ def test_a_folder_is_read_in_the_order_of_its_numbers(tmp_path: Path) -> None:
     folder = tmp_path / "steps"
     folder.mkdir()
     for step in (1, 2, 10):
-        write(folder / f"{step}.jsonl", [{"step": step, "score": step / 2 if step > 1 else 1, "said": []}])
-    write(folder / "10.jsonl", [{"step": 10, "score": 5, "said": "text"}])
+        write_lines(
+            folder / f"{step}.jsonl", [{"step": step, "score": step / 2 if step > 1 else 1, "said": []}]
+        )
+    write_lines(folder / "10.jsonl", [{"step": 10, "score": 5, "said": "text"}])
     assert run(["import", str(folder), str(tmp_path / "a.exp")]) == 0
     with expstore.open(tmp_path / "a.exp", mode="r") as rb:
         found = rb.sql("SELECT step, score, said FROM transitions ORDER BY _id").fetchall()
     assert found == [(1, 1.0, "[]"), (2, 1.0, "[]"), (10, 5.0, "text")]
-    write(folder / "11.jsonl", [{"step": "eleven"}])
+    write_lines(folder / "11.jsonl", [{"step": "eleven"}])
     with pytest.raises(SchemaError, match=r"11\.jsonl does not have the types of the files before"):
         import_jsonl(folder, tmp_path / "b.exp")
 
@@ -105,7 +100,7 @@ def test_a_folder_is_read_in_the_order_of_its_numbers(tmp_path: Path) -> None:
 def test_lines_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long lines are read by their bytes, so memory does not follow from their number."""
     monkeypatch.setattr(tuning, "EXCHANGE_BYTES", 8 * 1000)
-    path = write(tmp_path / "in.jsonl", [{"text": "x" * (300 * (n % 7))} for n in range(70)])
+    path = write_lines(tmp_path / "in.jsonl", [{"text": "x" * (300 * (n % 7))} for n in range(70)])
     part = table_files.JsonPart(path)
     pieces = list(part.batches(1024))
     assert max(sum(map(len, piece["text"].to_pylist())) for piece in pieces) < 1000 + 7 * 300
@@ -159,7 +154,9 @@ def test_wrong_files_name_the_line_and_leave_nothing(tmp_path: Path, monkeypatch
             (lambda: import_jsonl(tmp_path / "nothing", target), NotFoundError, r"no files \*\.jsonl"),
             (lambda: import_jsonl(tmp_path / "ghost.jsonl", target), NotFoundError, "there is no file"),
             (
-                lambda: import_jsonl(write(tmp_path / "in.jsonl", [{"x": 1}]), target, names={"y": "z"}),
+                lambda: import_jsonl(
+                    write_lines(tmp_path / "in.jsonl", [{"x": 1}]), target, names={"y": "z"}
+                ),
                 SchemaError,
                 "there is no 'y' to map",
             ),

@@ -23,7 +23,7 @@ from tests.support.commands import Cli
 from tests.support.gated_disk import GatedDisk, refuse
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
-av = pytest.importorskip("av")
+pytest.importorskip("av")
 
 FPS = 10
 #: Length, split, task and end of the episodes, as they are written.
@@ -82,6 +82,19 @@ def make_store(path: Path) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a store that no test changes."""
+    return make_store(tmp_path_factory.mktemp("stores") / "run.exp")
+
+
+@pytest.fixture(scope="module")
+def whole(store: Path) -> dict[str, bytes]:
+    """Return the files of the data set of that store."""
+    export_lerobot(store, store.with_name("whole"))
+    return bytes_of(store.with_name("whole"))
+
+
 def frames_of(path: Path) -> dict[str, np.ndarray]:
     """Return the fields of a store's rows that an export and an import keep, in the order of the data set."""
     with expstore.open(path, mode="r") as rb:
@@ -115,19 +128,18 @@ def read_table(root: Path, folder: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("images", [False, True])
 def test_our_reader_reads_what_was_exported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, images: bool
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, images: bool
 ) -> None:
     """Also if a file has several episodes."""
     monkeypatch.setattr(lerobot_export, "_SHARE", 1)
-    make_store(tmp_path / "run.exp")
     told: list[str] = []
-    done = export_lerobot(tmp_path / "run.exp", tmp_path / "out", images=images, tell=told.extend)
+    done = export_lerobot(store, tmp_path / "out", images=images, tell=told.extend)
     assert (done.rows, done.episodes, done.left_out) == (19, 5, 0)
     assert not (tmp_path / "out/.export").exists()
     assert len(told) == 1
     assert all(f"next.observation.{name}" in told[0] for name in ("state", "image.top", "image.wrist"))
     import_dataset(LeRobotReader(tmp_path / "out"), tmp_path / "back.exp")
-    found, expected = frames_of(tmp_path / "back.exp"), frames_of(tmp_path / "run.exp")
+    found, expected = frames_of(tmp_path / "back.exp"), frames_of(store)
     assert found.keys() == expected.keys()
     for name, values in expected.items():
         if "image" in name:
@@ -145,10 +157,9 @@ def test_our_reader_reads_what_was_exported(
     assert (about["fps"], about["robot_type"], about["tasks"]) == (FPS, "so100", {"0": "push", "1": "lift"})
 
 
-def test_an_import_is_exported_as_it_was(tmp_path: Path) -> None:
+def test_an_import_is_exported_as_it_was(store: Path, tmp_path: Path) -> None:
     """The names, the tasks of the frames and `next.done` are those of the first data set."""
-    make_store(tmp_path / "run.exp")
-    export_lerobot(tmp_path / "run.exp", tmp_path / "one", images=True)
+    export_lerobot(store, tmp_path / "one", images=True)
     import_dataset(LeRobotReader(tmp_path / "one"), tmp_path / "back.exp")
     export_lerobot(tmp_path / "back.exp", tmp_path / "two", images=True)
     for folder in ("data", "meta/episodes"):
@@ -161,11 +172,10 @@ def test_an_import_is_exported_as_it_was(tmp_path: Path) -> None:
     assert about[0]["splits"] == about[1]["splits"] == {"train": "0:3", "eval": "3:5"}
 
 
-def test_statistics_are_those_of_the_frames(tmp_path: Path) -> None:
-    make_store(tmp_path / "run.exp")
-    export_lerobot(tmp_path / "run.exp", tmp_path / "out")
+def test_statistics_are_those_of_the_frames(store: Path, tmp_path: Path) -> None:
+    export_lerobot(store, tmp_path / "out")
     stats = json.loads((tmp_path / "out/meta/stats.json").read_bytes())
-    frames = frames_of(tmp_path / "run.exp")
+    frames = frames_of(store)
     frames["observation.images.top"] = frames.pop("observation.image.top") / 255
     frames["observation.images.wrist"] = (
         np.repeat(np.moveaxis(frames.pop("observation.image.wrist"), 1, -1), 3, -1) / 255
@@ -307,7 +317,9 @@ def test_a_killed_export_is_continued_at_every_act(tmp_path: Path) -> None:
     check_kills(tmp_path, list(range(1, count_acts(tmp_path) + 1)))
 
 
-def test_an_interrupted_export_is_continued_with_the_same_episodes(tmp_path: Path) -> None:
+def test_an_interrupted_export_is_continued_with_the_same_episodes(
+    whole: dict[str, bytes], tmp_path: Path
+) -> None:
     """Also if episodes were written meanwhile, and only with the same arguments."""
     store = make_store(tmp_path / "run.exp")
     export_lerobot(store, tmp_path / "whole")
@@ -335,10 +347,11 @@ def test_an_interrupted_export_is_continued_with_the_same_episodes(tmp_path: Pat
 
 
 @pytest.mark.parametrize("part", ["0.part", "2.part", "3.part", "info.json"])
-def test_a_full_disk_leaves_whole_episodes(tmp_path: Path, part: str) -> None:
+def test_a_full_disk_leaves_whole_episodes(
+    store: Path, whole: dict[str, bytes], tmp_path: Path, part: str
+) -> None:
     """While a video, rows or metadata of the third file are written."""
-    store, out = make_store(tmp_path / "run.exp"), tmp_path / "out"
-    export_lerobot(store, tmp_path / "whole")
+    out = tmp_path / "out"
     before = refuse("write", "rename", where=part)
     opened: list[str] = []
 
@@ -353,13 +366,12 @@ def test_a_full_disk_leaves_whole_episodes(tmp_path: Path, part: str) -> None:
     assert 0 < count < 5
     assert import_dataset(LeRobotReader(out), tmp_path / "back.exp").episodes == count
     assert export_lerobot(store, out).rows == 19
-    assert bytes_of(out) == bytes_of(tmp_path / "whole")
+    assert bytes_of(out) == whole
 
 
 def test_episodes_whose_rows_are_overwritten_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = make_store(tmp_path / "run.exp")
     read, asked = rows.read_present, []
 
     def overwritten(storage: Any, ids: Any, places: Any) -> Any:
@@ -458,8 +470,8 @@ def test_names_return(name: str) -> None:
     assert lerobot_column(key, is_image="images" in name) == name
 
 
-def test_from_the_command_line(tmp_path: Path, cli: Cli) -> None:
-    store, out = make_store(tmp_path / "run.exp"), tmp_path / "out"
+def test_from_the_command_line(store: Path, tmp_path: Path, cli: Cli) -> None:
+    out = tmp_path / "out"
     code, said, told = cli("export", store, out, "--lerobot", "--fps", "20", "--robot", "arm", "--images")
     assert (code, "out holds 19 rows of 5 episodes" in said) == (0, True)
     assert "next.observation.state" in told
@@ -471,10 +483,9 @@ def test_from_the_command_line(tmp_path: Path, cli: Cli) -> None:
 
 
 @pytest.mark.slow
-def test_lerobot_reads_what_was_exported(tmp_path: Path) -> None:
+def test_lerobot_reads_what_was_exported(store: Path, tmp_path: Path) -> None:
     """With the package itself, if it is installed."""
     dataset = pytest.importorskip("lerobot.datasets.lerobot_dataset")
-    store = make_store(tmp_path / "run.exp")
     export_lerobot(store, tmp_path / "out")
     frames = frames_of(store)
     found = dataset.LeRobotDataset("local/out", root=tmp_path / "out", video_backend="pyav")

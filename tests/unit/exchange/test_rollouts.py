@@ -19,6 +19,7 @@ from expstore.cli.app import run
 from expstore.errors import SchemaError, StorageError
 from expstore.exchange import Imported, export_parquet, import_parquet, import_rollouts, read_rollouts
 from expstore.specs import Rollout
+from tests.support.exchange_formats import read_fields, write_lines
 from tests.support.refusals import check_refusals
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
@@ -37,11 +38,6 @@ FULL: dict[str, Any] = {
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
-def write(path: Path, rows: Iterable[Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def load(
     folder: Path, rows: Iterable[Any] | pa.Table, **options: Any
 ) -> tuple[Imported, list[dict[str, Any]]]:
@@ -50,14 +46,8 @@ def load(
         pq.write_table(rows, folder / "in.parquet")
         done = import_rollouts(folder / "in.parquet", folder / "in.exp", **options)
     else:
-        done = import_rollouts(write(folder / "in.jsonl", rows), folder / "in.exp", **options)
-    return done, stored(done.path)
-
-
-def stored(path: Path) -> list[dict[str, Any]]:
-    with expstore.open(path, mode="r") as rb:
-        found = rb.sql("SELECT * EXCLUDE (_id, _index, _episode, _step, _time, _priority) FROM transitions")
-        return [dict(row) for row in found.arrow().to_pylist()]
+        done = import_rollouts(write_lines(folder / "in.jsonl", rows), folder / "in.exp", **options)
+    return done, read_fields(done.path)
 
 
 def expected(row: dict[str, Any]) -> dict[str, Any]:
@@ -80,7 +70,7 @@ def test_every_part_is_read_and_the_store_opens_with_the_preset(tmp_path: Path) 
         ]
         done_out = export_parquet(rb, tmp_path / "out")
     import_parquet(done_out.path, tmp_path / "again.exp")
-    assert stored(tmp_path / "again.exp") == stored(done.path)
+    assert read_fields(tmp_path / "again.exp") == read_fields(done.path)
 
 
 @pytest.mark.guarantee("exchange/imports")
@@ -193,9 +183,9 @@ def test_verl_generations(tmp_path: Path) -> None:
     folder.mkdir()
     for step in (2, 10):
         row = {"input": "p", "output": "r", "gts": None, "score": step / 4, "step": step, "acc": True}
-        write(folder / f"{step}.jsonl", [row])
+        write_lines(folder / f"{step}.jsonl", [row])
     done = import_rollouts(folder, tmp_path / "a.exp")
-    assert stored(done.path) == [
+    assert read_fields(done.path) == [
         {"prompt": "p", "response": "r", "next": {"reward": s / 4, "done": True}, "step": s, "acc": True}
         for s in (2, 10)
     ]
@@ -266,7 +256,7 @@ def test_wrong_rollouts_name_the_row_and_leave_nothing(tmp_path: Path) -> None:
 
     def case(*rows: Any, rollout: Rollout | None = None, **names: str) -> Any:
         def call() -> object:
-            path = write(tmp_path / "in.jsonl", rows)
+            path = write_lines(tmp_path / "in.jsonl", rows)
             return import_rollouts(path, target, names=names, rollout=rollout)
 
         return call
@@ -320,7 +310,9 @@ def test_wrong_rollouts_name_the_row_and_leave_nothing(tmp_path: Path) -> None:
 
 
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = write(tmp_path / "in.jsonl", [{"q": "1 + 1?", "answer_ids": [5, 2], "score": 1, "junk": 0}])
+    source = write_lines(
+        tmp_path / "in.jsonl", [{"q": "1 + 1?", "answer_ids": [5, 2], "score": 1, "junk": 0}]
+    )
     store = str(tmp_path / "a.exp")
     options = ["--format", "rollouts", "--map", "q=prompt", "--map", "answer_ids=tokens", "--map", "junk="]
     assert run(["import", str(source), store, *options]) == 0
@@ -329,7 +321,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "prompt (q), tokens (answer_ids)" in said.out
     assert "note: 'junk' is left out" in said.err
     assert "note: there is no response, prompt_tokens, loss_mask" in said.err
-    (row,) = stored(tmp_path / "a.exp")
+    (row,) = read_fields(tmp_path / "a.exp")
     assert row == {"prompt": "1 + 1?", "tokens": [5, 2], "next": {"reward": 1.0, "done": True}}
     assert run(["import", str(source), store + "2", "--format", "rollouts", "--storage", "zarr"]) == 2
     assert "applies to arrow, csv, jsonl, parquet only" in " ".join(capsys.readouterr().err.split())
@@ -350,7 +342,7 @@ def test_batches_in_memory_are_appended(tmp_path: Path, convert: Any) -> None:
         rb.extend(read_rollouts(batch, rollout=rollout))
     _, lines = load(tmp_path, VERL)
     unused = ("attention_mask", "token_level_scores")
-    assert stored(tmp_path / "a.exp") == [
+    assert read_fields(tmp_path / "a.exp") == [
         {name: value for name, value in row.items() if name not in unused} for row in lines
     ]
 

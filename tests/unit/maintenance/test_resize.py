@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -21,7 +20,6 @@ import expstore
 from expstore import ConsumingSampler, TensorDictMaxValueWriter, TensorDictReplayBuffer
 from expstore.core import tuning
 from expstore.core.draw_state import NO_PROGRESS
-from expstore.disk.files import Disk
 from expstore.errors import CorruptionError, LockedError, NotFoundError, SchemaError, StateError, StorageError
 from expstore.maintenance import verify
 from expstore.storages.engine.open_settings import Settings
@@ -31,6 +29,7 @@ from expstore.storages.stats import meta_relation
 from tests.support.batches import noise_frames
 from tests.support.damaged_stores import flip
 from tests.support.framed_rows import framed_rows
+from tests.support.gated_disk import GatedDisk, refuse
 from tests.support.stores import read_columns, read_files
 from tests.support.tuned import set_spare_slots
 
@@ -475,21 +474,13 @@ def test_refused_resizes_change_nothing(tmp_path: Path) -> None:
         assert (len(rb), rb.storage.capacity) == (60, 60)
 
 
-class FullDisk(Disk):
-    """Have no room for the new columns."""
-
-    def gate(self, act: str, path: Path) -> None:
-        if act == "write" and "swap.tmp" in path.parts:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 def test_a_full_disk_leaves_the_store_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "run.exp"
     fill(path, 60, "shared")
     with buffer(path) as rb:
         before = read_columns(rb.storage)
     with pytest.raises(StorageError):
-        expstore.resize(path, capacity=99, disk=FullDisk())
+        expstore.resize(path, capacity=99, disk=GatedDisk(refuse("write", where="swap.tmp")))
     assert [name for name in os.listdir(path) if name.startswith("load")] == []
     assert verify(path) == []
     with buffer(path) as rb:

@@ -96,8 +96,10 @@ def away(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
 def test_calls_from_elsewhere_are_those_of_the_writer(away: Any, tmp_path: Path) -> None:
     with build(tmp_path / "local.exp") as rb:
         for call in CALLS:
-            assert annotate(away, call) == annotate(rb, call), call
-            assert content(away) == content(rb), call
+            refused = annotate(rb, call)
+            assert annotate(away, call) == refused, call
+            if not refused or call is CALLS[-1]:  # what a refused call has changed is seen at the end
+                assert content(away) == content(rb), call
         assert len(content(rb)[1]) == 20
 
 

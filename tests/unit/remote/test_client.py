@@ -18,7 +18,6 @@ from datetime import time as clock
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -44,6 +43,7 @@ from expstore.remote import RemoteReplayBuffer, Retries
 from expstore.remote.local_only import INSTEAD
 from expstore.remote.transport import Address, Connection, _error_of
 from tests.support.arrow_bodies import batch_of
+from tests.support.asgi import api_client
 from tests.support.batches import same
 from tests.support.forks import forked
 from tests.support.servers import KillableServer, Serving
@@ -729,16 +729,16 @@ def test_wrong_values_are_refused_before_they_are_sent(server: Serving, name: st
 
 
 def test_errors_have_the_class_that_the_server_raised(tmp_path: Path) -> None:
-    app = create_app(settings := Settings(path=tmp_path))
+    app = create_app(Settings(path=tmp_path))
 
     @app.get("/fail/{name}/{kind}")
     def fail(name: str, kind: str) -> None:
         raise getattr(errors, name)("why", kind=kind)
 
     kinds = ("other", "memory", "too_large", "busy", "rate_limited", "sandbox", "query")
-    with Serving(settings, app) as server, httpx.Client(base_url=f"{server.url}/fail", timeout=60) as client:
+    with api_client(app) as client:
         for name, kind in itertools.product(errors.__all__, kinds):
-            answer = client.get(f"{name}/{kind}")
+            answer = client.get(f"/fail/{name}/{kind}")
             error = _error_of(answer.status_code, answer.content)
             assert (type(error).__name__, error.kind, error.status) == (name, kind, answer.status_code)
 

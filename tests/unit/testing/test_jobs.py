@@ -105,19 +105,3 @@ def test_a_process_that_dies_fails_its_test_and_no_other(tmp_path: Path) -> None
     assert code == pytest.ExitCode.TESTS_FAILED
     assert len(outcomes) == 6 + 41
     assert [*outcomes.values()].count("skipped") == 1
-
-
-def test_a_run_stops_at_the_first_failure_if_it_is_asked_to(tmp_path: Path) -> None:
-    (tmp_path / "test_dying.py").write_text(DYING)
-    code, text, outcomes = run(tmp_path, "-x")
-    assert code == pytest.ExitCode.TESTS_FAILED
-    assert "stopping after 1 failures" in text
-    assert "test_dying.test_fifth" not in outcomes
-
-
-def test_files_that_cannot_be_imported_end_the_run(tmp_path: Path) -> None:
-    (tmp_path / "test_a.py").write_text("import no_such_module")
-    (tmp_path / "test_other.py").write_text(OTHER)
-    code, text, _ = run(tmp_path)
-    assert code == pytest.ExitCode.INTERRUPTED
-    assert "no_such_module" in text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,10 @@ from expstore.datasets import AtariDQNExperienceReplay
 from expstore.errors import StateError
 from tests.support.atari_files import LoggedRing, Step, play
 from tests.support.data_server import serving_files
+from tests.support.torchrl_names import module
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of importing torchrl's collectors
-    from torchrl.data.datasets.atari_dqn import AtariDQNExperienceReplay as OfTorchRL
-    from torchrl.data.datasets.atari_dqn import _AtariStorage
+OfTorchRL = module("torchrl.data.datasets.atari_dqn").AtariDQNExperienceReplay
+_AtariStorage = module("torchrl.data.datasets.atari_dqn")._AtariStorage
 
 
 def logged(folder: Path) -> tuple[Path, list[Step]]:

@@ -121,14 +121,6 @@ def test_scores(tmp_path: Path, source: Path) -> None:
     assert score_bounds("maze2d-umaze-v1") == (23.85, 161.86)
 
 
-def test_a_prioritized_sampler_opens_the_store_for_writing(tmp_path: Path, source: Path) -> None:
-    sampler = expstore.PrioritizedSampler(12, 0.7, 0.5)
-    with opened(tmp_path, source, sampler=sampler) as data:
-        batch = data.sample()
-        batch["td_error"] = torch.ones(8)
-        data.update_tensordict_priority(batch)
-
-
 def twice(rows: TensorDictBase) -> TensorDictBase:
     rows = rows.select("observation", "action", "next")
     rows["double"] = rows["observation"] * 2
@@ -159,6 +151,27 @@ def test_preprocess(tmp_path: Path, source: Path, workers: int) -> None:
         data.preprocess(twice, dim=1, dest=tmp_path / "more")
 
 
+def test_one_process_at_a_time_writes_what_a_function_returns(tmp_path: Path, source: Path) -> None:
+    data = opened(tmp_path, source)
+
+    def nested(rows: TensorDictBase) -> TensorDictBase:
+        with pytest.raises(LockedError, match="writes to .*made at the moment"):
+            data.preprocess(twice, num_workers=0, dest=tmp_path / "made")
+        return twice(rows)
+
+    storage = data.preprocess(nested, num_workers=0, chunksize=5, dest=tmp_path / "made")
+    assert len(storage) == 12
+    ReplayBuffer(storage=storage).close()
+
+
+def test_a_prioritized_sampler_opens_the_store_for_writing(tmp_path: Path, source: Path) -> None:
+    sampler = expstore.PrioritizedSampler(12, 0.7, 0.5)
+    with opened(tmp_path, source, sampler=sampler) as data:
+        batch = data.sample()
+        batch["td_error"] = torch.ones(8)
+        data.update_tensordict_priority(batch)
+
+
 def test_a_function_that_fails_leaves_nothing(tmp_path: Path, source: Path) -> None:
     data = opened(tmp_path, source)
 
@@ -173,16 +186,3 @@ def test_a_function_that_fails_leaves_nothing(tmp_path: Path, source: Path) -> N
     first = data.preprocess(twice, num_workers=0, num_frames=6, dest=tmp_path / "made")
     assert len(first) == 6
     ReplayBuffer(storage=first).close()
-
-
-def test_one_process_at_a_time_writes_what_a_function_returns(tmp_path: Path, source: Path) -> None:
-    data = opened(tmp_path, source)
-
-    def nested(rows: TensorDictBase) -> TensorDictBase:
-        with pytest.raises(LockedError, match="writes to .*made at the moment"):
-            data.preprocess(twice, num_workers=0, dest=tmp_path / "made")
-        return twice(rows)
-
-    storage = data.preprocess(nested, num_workers=0, chunksize=5, dest=tmp_path / "made")
-    assert len(storage) == 12
-    ReplayBuffer(storage=storage).close()

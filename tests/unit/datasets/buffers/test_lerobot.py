@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,10 @@ import expstore
 from expstore.datasets import LeRobotExperienceReplay, lerobot_columns_to_tensordict, load_dataset
 from expstore.errors import NotFoundError, StateError
 from tests.support.data_server import serving_files
+from tests.support.torchrl_names import module
 from tests.unit.datasets.test_lerobot import LENGTHS, TASK, TASKS, table, with_video, write_v2, write_v3
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of importing torchrl's collectors
-    from torchrl.data.datasets import LeRobotExperienceReplay as OfTorchRL
+OfTorchRL = module("torchrl.data.datasets").LeRobotExperienceReplay
 
 ID = "lerobot/pusht"
 

@@ -70,20 +70,6 @@ def test_slices_and_trajectories(tmp_path: Path, source: Path) -> None:
             opened(tmp_path, None, **wrong)
 
 
-def test_options_of_a_store_that_is_there(tmp_path: Path, source: Path) -> None:
-    assert len(opened(tmp_path, source, last_step="transition")) == 14
-    with pytest.raises(
-        StateError, match="made with last_step='transition', but last_step='observation' is requested"
-    ):
-        opened(tmp_path)
-    with pytest.raises(
-        StateError, match="made with last_step='transition', but last_step='observation' is requested"
-    ):
-        opened(tmp_path, split_trajs=True)
-    with pytest.raises(StateError, match="was not imported from these files"):
-        opened(tmp_path, source)
-
-
 def test_download(tmp_path: Path) -> None:
     found = [example(episode(n, 2, True)) for n in range(3)]
     write(tmp_path / "public" / ID, [found[:1], found[1:]], train=[1], val=[2])
@@ -104,3 +90,12 @@ def test_download(tmp_path: Path) -> None:
             opened(tmp_path / "c", mirror=server.url)
     with pytest.raises(NotFoundError, match="could not be found in"):
         opened(tmp_path / "d", download=False)
+
+
+def test_options_of_a_store_that_is_there(tmp_path: Path, source: Path) -> None:
+    assert len(opened(tmp_path, source, last_step="transition")) == 14
+    for split in (False, True):
+        with pytest.raises(StateError, match="made with last_step='transition', but last_step='observation'"):
+            opened(tmp_path, split_trajs=split)
+    with pytest.raises(StateError, match="was not imported from these files"):
+        opened(tmp_path, source)
