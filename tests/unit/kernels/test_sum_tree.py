@@ -58,18 +58,18 @@ def test_growing_keeps_weights() -> None:
     assert tree.find(np.array([54.5]))[0].tolist() == [9]
 
 
-def test_ten_million_updates_carry_no_error() -> None:
+def test_a_million_updates_carry_no_error() -> None:
     """Sums are made of their children each time; differences that are added up would drift."""
     rng = np.random.default_rng(5)
     tree = SumTree(2000)
-    for _ in range(500):
+    for _ in range(50):
         tree.set(rng.integers(0, 2000, 20_000), rng.random(20_000) ** 20)
-    for _ in range(2000):
+    for _ in range(500):
         tree.set(rng.integers(0, 2000, 100), 10.0 ** rng.uniform(-12, 6, 100))
         tree.set(rng.integers(0, 2000, 10), np.zeros(10))
     assert abs(tree.total / tree.weights.sum() - 1) < 1e-9
     assert (tree.weights == 0).sum() > 100
-    places, weights = tree.find(np.append(rng.random(1_000_000), [0, 1, 2]) * tree.total)
+    places, weights = tree.find(np.append(rng.random(100_000), [0, 1, 2]) * tree.total)
     assert (tree.weights[places] > 0).all()
     assert (weights > 0).all()
     tree.set(np.arange(1, 2000), np.zeros(1999))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 
@@ -28,8 +29,9 @@ NAMES = {
 
 @pytest.mark.slow
 @pytest.mark.index
-@pytest.mark.parametrize("absolute", [True, False])
-@pytest.mark.parametrize("name", NAMES, ids=ascii)
+@pytest.mark.parametrize(
+    ("name", "absolute"), [*zip(NAMES, itertools.cycle([True, False]), strict=False)], ids=ascii
+)
 def test_a_store_works_under_any_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, absolute: bool
 ) -> None:

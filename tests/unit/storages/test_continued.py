@@ -112,7 +112,7 @@ def test_a_prompt_of_a_group_is_stored_once(tmp_path: Path) -> None:
 def test_trees_read_back_exactly(tmp_path: Path, compression: str | None) -> None:
     path, talks = tmp_path / "a.exp", Talks(seed=1)
     rb = open_talks(path, compression)
-    for number in range(60):
+    for number in range(40):
         rb.extend(talks.batch())
         if number % 20 == 10:
             rb.close()
@@ -138,10 +138,11 @@ def test_trees_read_back_exactly(tmp_path: Path, compression: str | None) -> Non
 @pytest.mark.guarantee("rows/continued")
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_10_000_trees_read_back_exactly(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [2000, pytest.param(10_000, marks=pytest.mark.torture)])
+def test_thousands_of_trees_read_back_exactly(tmp_path: Path, count: int) -> None:
     talks = Talks(seed=2, talks=40)
     with open_talks(tmp_path / "a.exp") as rb:
-        while talks._number < 10_000:
+        while talks._number < count:
             rb.extend(talks.batch(most=400))
             talks._open.clear()
         assert check_rows(rb.storage, talks.rows) == len(talks.rows)

@@ -26,6 +26,7 @@ from expstore.sql.sandbox import child as sandbox_child
 from expstore.sql.sandbox import confine, pipes
 from expstore.sql.sandbox.pool import Answer, SqlLimits, SqlWorker
 from tests.support.hostile_sql import ARGUMENTS, CONTAINED, REFUSED, SLOW
+from tests.support.waits import wait_until
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -74,13 +75,6 @@ def digest(path: Path) -> str:
     return sums.hexdigest()
 
 
-def wait_until(true: Callable[[], object], seconds: float = LATE_SECONDS) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it has not come about"
-        time.sleep(0.005)
-
-
 def gone(pid: int) -> bool:
     """Say whether a process has ended; what waits for its parent to ask has."""
     try:
@@ -114,29 +108,23 @@ def strict(store: Path) -> Iterator[SqlWorker]:
 # -- what is answered --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("query", QUERIES)
-def test_answers_are_those_of_the_buffer(store: Path, worker: SqlWorker, query: str) -> None:
+def test_answers_are_those_of_the_buffer(store: Path, worker: SqlWorker) -> None:
     with expstore.open(store, mode="r") as rb:
-        expected = rb.sql(query).arrow()
-    answer = worker.query(query)
-    assert table(answer).equals(expected)
-    assert not answer.truncated
-    assert answer.ms > 0
+        for query in QUERIES:
+            answer = worker.query(query)
+            assert table(answer).equals(rb.sql(query).arrow()), query
+            assert not answer.truncated
+            assert answer.ms > 0
 
 
-@pytest.mark.parametrize(
-    ("sql", "params"),
-    [
-        ("SELECT count(*) AS n FROM transitions WHERE _step < ?", [10]),
-        ("SELECT count(*) AS n FROM transitions WHERE _step < $most", {"most": np.int64(10)}),
-        (
-            "SELECT count(*) AS n FROM transitions WHERE _id IN (SELECT unnest(?::BIGINT[]))",
-            [np.arange(1, 121)],
-        ),
-    ],
-)
-def test_parameters(worker: SqlWorker, sql: str, params: Any) -> None:
-    assert table(worker.query(sql, params)).to_pylist() == [{"n": 120}]
+def test_parameters(worker: SqlWorker) -> None:
+    counted = "SELECT count(*) AS n FROM transitions WHERE "
+    for condition, params in (
+        ("_step < ?", [10]),
+        ("_step < $most", {"most": np.int64(10)}),
+        ("_id IN (SELECT unnest(?::BIGINT[]))", [np.arange(1, 121)]),
+    ):
+        assert table(worker.query(counted + condition, params)).to_pylist() == [{"n": 120}], condition
 
 
 @pytest.mark.slow
@@ -321,21 +309,18 @@ def test_children_that_died_while_idle_are_replaced(store: Path) -> None:
         assert worker.stats()["died"] == 0
 
 
-@pytest.mark.parametrize(
-    ("sql", "params", "kind"),
-    [
+def test_bad_requests(worker: SqlWorker) -> None:
+    for sql, params, kind in (
         ("SELECT '" + "x" * 16_384 + "'", None, "too_long"),
         ("SELECT ?", ["x" * 16_384], "too_long"),
         ("SELECT ?", [object()], "query"),
         ("SELECT ?", [b"x"], "query"),
         ("SELECT ?", None, "query"),
         ("SELECT 1", [1], "query"),
-    ],
-)
-def test_bad_requests(worker: SqlWorker, sql: str, params: Any, kind: str) -> None:
-    with pytest.raises(QueryError) as caught:
-        worker.query(sql, params)
-    assert caught.value.kind == kind
+    ):
+        with pytest.raises(QueryError) as caught:
+            worker.query(sql, params)
+        assert caught.value.kind == kind
 
 
 def test_parameters_nested_without_end(worker: SqlWorker) -> None:
@@ -552,8 +537,7 @@ time.sleep(1000)
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children with their parent")
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
-def test_children_end_with_their_parent(store: Path, end: signal.Signals) -> None:
+def test_children_end_with_their_parent(store: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", LONELY, str(store), SLOW[3]], stdout=subprocess.PIPE
     ) as parent:
@@ -563,7 +547,7 @@ def test_children_end_with_their_parent(store: Path, end: signal.Signals) -> Non
             assert len(pids) >= 2
             assert not any(map(gone, pids))
         finally:
-            parent.send_signal(end)
+            parent.kill()
             parent.wait()
     for pid in pids:
         wait_until(lambda pid=pid: gone(pid))
@@ -697,12 +681,17 @@ def test_a_store_that_goes_and_comes_back(store_path: Path, make_batch: Callable
         wait_until(answers)
 
 
-@pytest.mark.parametrize(
-    "bad", [{"seconds": 0}, {"rows": 0}, {"bytes": -1}, {"memory": 1000}, {"at_once": 0}, {"text": 0}]
-)
-def test_bad_limits(bad: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        SqlLimits(**bad)
+def test_bad_limits() -> None:
+    for name, value in {
+        "seconds": 0,
+        "rows": 0,
+        "bytes": -1,
+        "memory": 1000,
+        "at_once": 0,
+        "text": 0,
+    }.items():
+        with pytest.raises(ValueError, match=name):
+            SqlLimits(**{name: value})
 
 
 def test_foreign_messages_are_refused() -> None:
@@ -753,12 +742,10 @@ def test_packages_may_lie_outside_the_interpreters_folders(store: Path) -> None:
     assert found.stdout.split()[0] == str(ROWS)
 
 
-@pytest.mark.parametrize(
-    "fault", [PermissionError(13, "x.py"), ModuleNotFoundError("x"), AttributeError("x")]
-)
-def test_a_fault_of_the_child_is_not_the_statements(fault: Exception) -> None:
-    told = sandbox_child._as_ours(fault)
-    assert isinstance(told, StateError)
-    assert told.kind == "sandbox"
+def test_a_fault_of_the_child_is_not_the_statements() -> None:
+    for fault in (PermissionError(13, "x.py"), ModuleNotFoundError("x"), AttributeError("x")):
+        told = sandbox_child._as_ours(fault)
+        assert isinstance(told, StateError)
+        assert told.kind == "sandbox"
     for statement in (ValueError("no such type"), OSError("Out of Memory Error: while Arrow reads")):
         assert isinstance(sandbox_child._as_ours(statement), QueryError)

@@ -34,11 +34,6 @@ LAYOUTS: dict[str, Any] = {
     "packed": expstore.Layout(fields=PACKED["fields"]),
     "arrow": "arrow",
 }
-KINDS = [
-    pytest.param(layout, size, id=f"{layout} {name}")
-    for layout in LAYOUTS
-    for size, name in ((48, "ring"), (None, "growing"))
-]
 
 
 def rows(first: int, count: int, layout: str) -> TensorDict:
@@ -111,7 +106,9 @@ def link(source: Path, target: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "capacity"), KINDS)
+@pytest.mark.some(4)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("capacity", [48, None], ids=["ring", "growing"])
 def test_both_sides_can_be_written(tmp_path: Path, layout: str, capacity: int | None) -> None:
     first = make(tmp_path / "a.exp", layout, capacity)
     truth = [shutil.copytree(first, tmp_path / f"truth {side}.exp") for side in "ab"]
@@ -248,8 +245,10 @@ def killed_at(path: Path, at: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("stride", [23, pytest.param(1, marks=pytest.mark.torture)])
-@pytest.mark.parametrize(("layout", "capacity"), KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("capacity", [48, None], ids=["ring", "growing"])
 def test_killed_while_files_are_copied(
     tmp_path: Path, layout: str, capacity: int | None, stride: int, count_cases: Callable[..., None]
 ) -> None:

@@ -162,44 +162,29 @@ def cut_off(rb: Any, cut: str) -> Iterator[None]:
             yield
 
 
-@pytest.mark.some(4)
-@pytest.mark.parametrize("cut", CUTS)
-def test_several_rows_are_whole_or_absent_wherever_they_are_cut_off(tmp_path: Path, cut: str) -> None:
-    """A flush in which an episode ends and another one begins."""
-    with opened(tmp_path / "a.exp") as rb:
-        episode = rb.record("env-0", flush_steps=3)
-        for number in range(5):
-            step(episode, number)
-        with cut_off(rb, cut):
-            step(episode, 5)
-        step(episode, 6)
-        step(episode, 7, last=True)
-        step(episode, 8)
-        kept = 6 if CUTS[cut][2] == 4 else 3
-        assert rb[:]["action"].tolist() == [*range(kept), 6, 7, 8]
-        assert rb.episodes().arrow()["length"].to_pylist() == [kept + 2, 1]
-        episode.close()
-    assert verify(tmp_path / "a.exp") == []
-
-
 @pytest.mark.guarantee("kill/whole")
 @pytest.mark.some(4)
+@pytest.mark.parametrize("flush_steps", [1, 3])
 @pytest.mark.parametrize("cut", CUTS)
-def test_a_row_is_whole_or_absent_wherever_it_is_cut_off(tmp_path: Path, cut: str) -> None:
-    rows = CUTS[cut][2]
+def test_rows_are_whole_or_absent_wherever_they_are_cut_off(
+    tmp_path: Path, cut: str, flush_steps: int
+) -> None:
+    """Also several rows, in which an episode ends and another one begins."""
+    rows = [*range(3 + flush_steps if CUTS[cut][2] == 4 else 3), 6, 7, 8]
     with opened(tmp_path / "a.exp") as rb:
-        episode = rb.record("env-0")
-        for number in range(3):
+        episode = rb.record("env-0", flush_steps=flush_steps)
+        for number in range(2 + flush_steps):
             step(episode, number)
         with cut_off(rb, cut):
-            step(episode, 3)
-        step(episode, 9)
-        assert rb[:]["action"].tolist() == [*range(rows), 9]
-        assert rb.episodes().arrow()["length"].to_pylist() == [rows + 1]
+            step(episode, 2 + flush_steps)
+        for number in (6, 7, 8):
+            step(episode, number, last=number == 7)
+        assert rb[:]["action"].tolist() == rows
+        assert rb.episodes().arrow()["length"].to_pylist() == [len(rows) - 1, 1]
         episode.close()
     assert verify(tmp_path / "a.exp") == []
     with opened(tmp_path / "a.exp") as rb:
-        assert rb[:]["action"].tolist() == [*range(rows), 9]
+        assert rb[:]["action"].tolist() == rows
 
 
 def test_a_store_with_other_content_or_fields_is_noticed(tmp_path: Path) -> None:
