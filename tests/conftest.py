@@ -64,6 +64,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 LONG_FILES = (
     "crash/test_kills_and_power_cuts.py",
     "crash/test_single_acts.py",
+    "docs/test_examples.py",
     "fuzz/test_fuzz.py",
     "unit/on_ray/test_cluster.py",
     "crash/test_retention.py",
