@@ -18,7 +18,7 @@ from tensordict import TensorDict
 import expstore
 from tests.support.example_runs import Fork, Run, import_example, run_forks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # each trains, and is killed and continued
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # each trains, and is killed and continued
 
 STEPS = 6_000
 

@@ -15,7 +15,7 @@ import torch
 import expstore
 from tests.support.example_runs import Fork, Run, import_example, read_drawn, run_forks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # each trains, and is killed and continued
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # each trains, and is killed and continued
 
 STEPS, SAVED = 1_600, 1_000
 
