@@ -76,8 +76,8 @@ LONG_FILES = (
 )
 
 
-#: Folders of tests about file systems. They need a disk.
-ABOUT_DISKS = ("unit/disk/",)
+#: Tests about file systems, and about rows that are not in memory. They need a disk.
+ABOUT_DISKS = ("unit/disk/", "unit/storages/columns/test_cold_rows.py")
 #: Folders of tests about files, whose stores treat holes in files as they do on a disk.
 ABOUT_FILES = ("crash/", "fuzz/", "property/", "unit/maintenance/", "unit/storages/")
 
