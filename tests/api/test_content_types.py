@@ -51,7 +51,7 @@ BATCHES = {"batch_size": 4, "batches": 3, "seed": 1, "draw": 0}
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     folder: Path = tmp_path_factory.mktemp("runs")
-    with Serving(Settings(path=folder)) as server, httpx.Client(base_url=server.url, timeout=30) as client:
+    with Serving(Settings(path=folder)) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         client.put(RUN, json={"seed": 3}).raise_for_status()
         post_rows(client, 30).raise_for_status()
         yield client

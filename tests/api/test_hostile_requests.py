@@ -139,7 +139,8 @@ def hash_of(folder: Path) -> str:
     found = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         content = b"dir" if path.is_dir() else path.read_bytes()
-        found.update(repr((str(path), path.is_symlink(), content)).encode())
+        found.update(repr((str(path), path.is_symlink(), len(content))).encode())
+        found.update(content)
     return found.hexdigest()
 
 

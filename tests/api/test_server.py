@@ -270,17 +270,20 @@ def test_acknowledged_rows_survive_a_kill(tmp_path: Path) -> None:
     with serving(tmp_path) as (child, facts), httpx.Client(base_url=facts["listening"], timeout=60) as client:
         client.put("/v1/stores/run", json={"fields": {"x": "int64"}})
         acknowledged = 0
-        killer = threading.Timer(1.0, child.kill)
+        enough = threading.Event()
+        killer = threading.Thread(target=lambda: (enough.wait(), child.kill()), daemon=True)
         killer.start()
         try:
             while True:
                 rows = list(range(acknowledged, acknowledged + 7))
                 answer = client.post("/v1/stores/run/extend", json={"x": rows})
                 acknowledged += answer.json()["count"]
+                if acknowledged > 700:
+                    enough.set()  # the kill comes at any moment of the next requests
         except httpx.TransportError:
             killer.join()
         assert child.wait(PATIENCE) == -signal.SIGKILL
-    assert acknowledged > 7
+    assert acknowledged > 700
     with expstore.open(tmp_path / "run.exp") as rb:
         values = rb[:]["x"].tolist()
     assert values[:acknowledged] == list(range(acknowledged))
@@ -288,14 +291,13 @@ def test_acknowledged_rows_survive_a_kill(tmp_path: Path) -> None:
 
 
 def test_answers_wait_for_nothing(tmp_path: Path) -> None:
-    times = []
+    took = 1.0
     with serving(tmp_path) as (_, facts), httpx.Client(base_url=facts["listening"], timeout=60) as client:
-        for _ in range(30):
+        # A head that waits for the acknowledgement of what was sent before takes 40 ms, each time.
+        while took > 0.03:
             started = time.perf_counter()
             client.get("/healthz")
-            times.append(time.perf_counter() - started)
-    # A head that waits for the acknowledgement of what was sent before takes 40 ms, each time.
-    assert min(times) < 0.03
+            took = time.perf_counter() - started
 
 
 @pytest.mark.slow

@@ -77,7 +77,7 @@ def test_one_start_for_all_who_ask_a_store_at_once(workers: SqlWorkers) -> None:
 
     def start() -> Any:
         begun.set()
-        assert go_on.wait(30)
+        assert go_on.wait(60)
         made.append(Worker())
         return made[-1]
 
@@ -87,7 +87,7 @@ def test_one_start_for_all_who_ask_a_store_at_once(workers: SqlWorkers) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         found = [pool.submit(use) for _ in range(4)]
-        assert begun.wait(30)
+        assert begun.wait(60)
         assert ask(workers, "b") is not None  # another store does not wait
         go_on.set()
         assert [one.result(30) for one in found] == made * 4

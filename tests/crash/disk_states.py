@@ -55,9 +55,8 @@ class Inode:
         return self.pages[page][-1] if page in self.pages else _ZEROS
 
     def _set(self, page: int, data: bytes) -> None:
-        versions = self.pages.setdefault(page, [_ZEROS])
-        if data != versions[-1]:
-            versions.append(data)
+        if data != self._newest(page):  # zeros in a hole change nothing, and would be most pages of a store
+            self.pages.setdefault(page, [_ZEROS]).append(data)
             self.unsynced.add(page)
 
     def sync(self) -> None:

@@ -7,7 +7,6 @@ every gap between two of them is tested. The ledger decides what must be in the 
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 import time
@@ -37,7 +36,7 @@ from tests.crash.children import (
 )
 from tests.crash.killing_disks import KillingDisk
 from tests.crash.ledger import Ledger, Op, Spec
-from tests.support.stores import NoKeeper
+from tests.support.stores import NoKeeper, copy_folder
 
 LEAN = Spec("lean", 24, 8, frame=64, lean=True, segment_bytes=4096, tail=False)
 NARROW = Spec("narrow", 24, 8, frame=64, lean=True, segment_bytes=1536)
@@ -294,25 +293,6 @@ PHASES = (
     Phase("change new rows", LEAN, FEW, [_extend(4), _change(20, 24, 1, 2)], tooth=True),
     Phase("close with an index", LEAN, FEW, [_extend(2)], part="close", index=True),
 )
-
-
-def copy_folder(source: Path, target: Path) -> None:
-    """Copy a folder and preserve holes: shard files are mostly holes."""
-    for folder, _, names in os.walk(source):
-        here = target / Path(folder).relative_to(source)
-        here.mkdir(parents=True)
-        for name in names:
-            with open(Path(folder) / name, "rb") as old, open(here / name, "wb") as new:
-                size, at = os.fstat(old.fileno()).st_size, 0
-                new.truncate(size)
-                while at < size:
-                    try:
-                        at = os.lseek(old.fileno(), at, os.SEEK_DATA)
-                    except OSError:
-                        break
-                    end = os.lseek(old.fileno(), at, os.SEEK_HOLE)
-                    os.pwrite(new.fileno(), os.pread(old.fileno(), end - at, at), at)
-                    at = end
 
 
 def _live(

@@ -20,7 +20,7 @@ from expstore.storages.engine import store
 from tests.crash.folder_power_cuts import disks_after
 from tests.crash.killing_disks import KillingDisk, machine
 from tests.support.forks import in_child
-from tests.support.stores import NoKeeper
+from tests.support.stores import NoKeeper, copy_folder
 
 CALLS = 7
 
@@ -131,12 +131,12 @@ def test_killed_at_some_acts(
     before = place / "a.exp"
     disk = KillingDisk(serial=True, syncs=False)
     whole = tmp_path / "whole.exp"
-    shutil.copytree(before, whole)
+    copy_folder(before, whole)
     life(whole, None, disk)
     counts = set()
     for number in range(1 + step // 2, disk.acts, step):
         at, told = tmp_path / f"{number}.exp", tmp_path / f"{number}.told"
-        shutil.copytree(before, at)
+        copy_folder(before, at)
         told.touch()
         in_child(lambda: life(at, told, KillingDisk(number, torn=torn, serial=True, syncs=False)))  # noqa: B023
         returned = told.stat().st_size
@@ -188,7 +188,7 @@ def test_values_that_a_power_cut_has_taken_are_cut(
     rb.flush()
     rb.extend(rows(10, 2))
     annotate(rb, 1)
-    shutil.copytree(place / "a.exp", copy)
+    copy_folder(place / "a.exp", copy)
     rb.close()
     path = max((copy / "annotations").iterdir())
     path.write_bytes(path.read_bytes()[:-4] + b"\1" * 4)

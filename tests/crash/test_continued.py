@@ -21,7 +21,7 @@ from expstore.storages.factory import open_storage
 from tests.crash.folder_power_cuts import disks_after
 from tests.crash.killing_disks import KillingDisk, machine
 from tests.support.conversations import Talks, check_rows, open_talks, table_of
-from tests.support.stores import NoKeeper
+from tests.support.stores import NoKeeper, copy_folder
 from tests.support.tuned import few_rows_in_memory
 
 pytestmark = [pytest.mark.index, pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -92,7 +92,7 @@ def test_a_killed_writer_leaves_whole_values(
     at, ended = 1, False
     while not ended:
         path, known = tmp_path / f"{at}.exp", tmp_path / f"{at}.txt"
-        shutil.copytree(tmp_path / "a.exp", path)
+        copy_folder(tmp_path / "a.exp", path)
         child = os.fork()
         if not child:
             try:

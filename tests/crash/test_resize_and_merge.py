@@ -22,7 +22,7 @@ from expstore.storages.engine import store
 from tests.crash.folder_power_cuts import disks_after
 from tests.crash.killing_disks import KillingDisk, machine
 from tests.support.framed_rows import framed_rows
-from tests.support.stores import NoKeeper
+from tests.support.stores import NoKeeper, copy_folder
 from tests.support.tuned import set_spare_slots
 
 pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs", "short")]
@@ -115,14 +115,14 @@ SOME = [pytest.param(23, id="some"), pytest.param(1, marks=pytest.mark.torture, 
 @pytest.mark.parametrize("new", [NEW, 9])
 def test_a_resize_is_killed(tmp_path: Path, new: int, stride: int, count_cases: Callable[..., None]) -> None:
     model, copy = make(tmp_path / "model.exp"), tmp_path / "copy.exp"
-    expected, disk = shutil.copytree(model, tmp_path / "expected.exp"), KillingDisk(serial=True)
+    expected, disk = copy_folder(model, tmp_path / "expected.exp"), KillingDisk(serial=True)
     former, former_told = picture(model), picture(model, sql=True)
     expstore.resize(expected, capacity=new, disk=disk)
     wanted, told = picture(expected), picture(expected, sql=True)
     found, refused = [], 0
     for number, at in enumerate(moments(disk.trace, stride)):
         count_cases()
-        shutil.copytree(model, copy)
+        copy_folder(model, copy)
         killed_at(lambda disk: expstore.resize(copy, capacity=new, disk=disk), at)
         try:
             seen = picture(copy, "r")
@@ -197,7 +197,7 @@ def test_the_power_goes_while_a_store_is_resized(
     place.mkdir()
     model = make(place / "run.exp")
     former = picture(model)
-    expected = shutil.copytree(model, tmp_path / "expected.exp")
+    expected = copy_folder(model, tmp_path / "expected.exp")
     expstore.resize(expected, capacity=9)
     wanted, found = picture(expected), set()
 

@@ -26,7 +26,7 @@ from expstore.storages.engine import delete, store
 from expstore.storages.engine.open_settings import Settings
 from tests.crash.folder_power_cuts import disks_after
 from tests.crash.killing_disks import KillingDisk, machine
-from tests.support.stores import NoKeeper
+from tests.support.stores import NoKeeper, copy_folder
 
 pytestmark = pytest.mark.index
 
@@ -142,7 +142,7 @@ def kill_everywhere(
     stay, outcomes, at, ended = {1, 2, 3, 4, 5, 6} - set(going), set(), 1, False
     while not ended:
         path = tmp_path / f"{at}.exp"
-        shutil.copytree(tmp_path / "a.exp", path)
+        copy_folder(tmp_path / "a.exp", path)
         ended = killed(path, at, lambda storage: storage.retention.delete(np.array(going)), monkeypatch)
         assert [f for f in verify(path) if f.kind != "index"] == [], at
         with expstore.open(path, batch_size=8) as rb:

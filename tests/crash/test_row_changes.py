@@ -27,7 +27,7 @@ from expstore.storages.format.row_changes import RowChanges
 from tests.crash.folder_power_cuts import disks_after
 from tests.crash.killing_disks import KillingDisk, machine
 from tests.support.forks import in_child
-from tests.support.stores import NoKeeper
+from tests.support.stores import NoKeeper, copy_folder
 
 ROUNDS, BATCH = 6, 6
 #: The ids and the marks of a batch.
@@ -224,13 +224,13 @@ def test_killed_at_some_acts(
     learner: Learner, torn: float | None, step: int, tmp_path: Path, count_cases: Callable[..., None]
 ) -> None:
     before, number = tmp_path / "before.exp", 0
-    shutil.copytree(learner.path, before)
+    copy_folder(learner.path, before)
     whole = Learner(learner.path)
     disk = KillingDisk(serial=True, syncs=False)
     whole.run(disk)
     for number in range(1 + step // 2, disk.acts, step):
         at, told = tmp_path / f"{number}.exp", tmp_path / f"{number}.told"
-        shutil.copytree(before, at)
+        copy_folder(before, at)
         told.touch()
         killed = Learner(at)
         killed.told = told

@@ -27,7 +27,7 @@ from expstore.maintenance import verify
 from expstore.storages.engine import delete
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.factory import open_storage
-from tests.crash.kill_points import copy_folder
+from tests.support.stores import copy_folder
 
 pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs", "small_files")]
 
@@ -205,7 +205,10 @@ def look(path: Path, mode: Any) -> dict[str, Any]:
             else None,
             "ids": ids.tolist(),
             "deleted": list(storage.window.deleted),
-            "columns": [c.tolist() if isinstance(c, np.ndarray) else c.to_pylist() for c in columns],
+            "columns": [
+                (c.dtype.str, c.shape, c.tobytes()) if isinstance(c, np.ndarray) else c.to_pylist()
+                for c in columns
+            ],
             "episodes": rb.sql(
                 "SELECT episode_id, source, length, live_rows, return, status, info FROM episodes ORDER BY 1"
             ).fetchall(),

@@ -30,7 +30,7 @@ from expstore.storages.format.control_page import StatePage
 from expstore.storages.format.journal import Kind, read_journal
 from tests.crash.killing_disks import KillingDisk
 from tests.support.damaged_stores import flip
-from tests.support.stores import NoKeeper, build_store
+from tests.support.stores import NoKeeper, build_store, copy_folder
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 
@@ -82,7 +82,7 @@ def faults(closed: Path, folder: Path, warnings: Callable[[], list[str]]) -> lis
     """Kill a life before every operation; return the errors of its STATE."""
     found = []
     for at in itertools.count(1):
-        path = Path(shutil.copytree(closed, folder / f"{at}.exp"))
+        path = copy_folder(closed, folder / f"{at}.exp")
         read_end, write_end = os.pipe()
         pid = os.fork()
         if not pid:
@@ -176,7 +176,7 @@ def test_a_flipped_bit_costs_nothing(
 ) -> None:
     """For any bit: readers, the check, and an opening, which logs one line."""
     for number, (word, bit) in enumerate(bits):
-        path = Path(shutil.copytree(closed, tmp_path / f"{number}.exp"))
+        path = copy_folder(closed, tmp_path / f"{number}.exp")
         flip(path / "STATE", 8 * word + bit // 8, bit % 8)
         where = f"bit {bit} of word {word}"
         follower = FollowerStorage(path, disk=KillingDisk())

@@ -18,7 +18,7 @@ pytest.importorskip("stable_baselines3", reason="stable-baselines3 is not instal
 
 PAGE = (ROOT / "docs" / "cleanrl.md").read_text()
 DIFFS = dict(re.findall(r"^### (.+?)\n.*?^```diff\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE))
-#: This one is applied to a whole example, by test_example_prioritized.py.
+#: This one is applied to a whole example, by test_examples.py.
 DIFFS.pop("examples/dqn.py with priorities")
 
 #: What CleanRL's scripts have in common; the rest is in LEARNING.

@@ -18,7 +18,6 @@ import ast
 import doctest
 import gc
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ from tests.support.docstring_files import write_named_files
 from tests.support.paths import ROOT
 from tests.support.s3_server import S3Server, start_moto
 from tests.support.servers import Serving
-from tests.support.stores import build_store
+from tests.support.stores import build_store, copy_folder
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 
@@ -99,7 +98,7 @@ def run_examples(test: doctest.DocTest, store: Path, folder: Path) -> str:
     names: dict[str, Any] = {"expstore": expstore, "np": np, "torch": torch, "TensorDict": TensorDict}
     test.globs = {"__name__": "__main__", **names, "batch": transitions(64, start=200, episode_length=20)}
     if missing & {"rb", "storage"}:
-        subprocess.run(["cp", "-r", store, folder], check=True)  # which copies holes of files as holes
+        copy_folder(store, folder)
         rb = expstore.open(folder, batch_size=32)
         test.globs |= {"rb": rb, "storage": rb.storage}
     torch.manual_seed(0)

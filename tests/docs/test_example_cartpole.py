@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import json
 import os
 import random
 import re
 import signal
-import sys
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,89 +16,28 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from tests.support import warm_processes
-from tests.support.paths import ROOT
+from tests.support.example_runs import Fork, Run, import_example, run_forks
 
-pytestmark = pytest.mark.slow  # each trains, and is killed and continued
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # each trains, and is killed and continued
 
-EXAMPLE = ROOT / "examples" / "cartpole_dqn.py"
 STEPS = 6_000
-
-# Imports once and forks for each run, since the imports take longer than a short run. A run may be
-# stopped after so many updates: by a signal that nobody catches, a few milliseconds of computing later
-# and so wherever the process is by then, or by Ctrl-C.
-DRIVER = """
-import json, os, signal, sys
-sys.path.insert(0, os.path.dirname(sys.argv[1]))
-import cartpole_dqn, expstore
-expstore.open
-
-def child(arguments, stop, after, milliseconds):
-    learn, calls = cartpole_dqn.Agent.learn, 0
-
-    def stopping(agent, batch):
-        nonlocal calls
-        calls += 1
-        if stop and calls == after:
-            if stop == "ctrl-c":
-                raise KeyboardInterrupt
-            signal.setitimer(signal.ITIMER_PROF, milliseconds / 1000)
-        learn(agent, batch)
-
-    cartpole_dqn.Agent.learn = stopping
-    code = cartpole_dqn.main(arguments)
-    sys.stdout.flush()
-    os._exit(code)
-
-for number, run in enumerate(json.loads(sys.argv[2])):
-    pid = os.fork()
-    if pid == 0:
-        out = os.open(f"out-{number}", os.O_CREAT | os.O_WRONLY)
-        os.dup2(out, 1)
-        os.dup2(out, 2)
-        child(**run)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    with open(f"code-{number}", "w") as file:
-        file.write(str(code))
-"""
-
-
-@dataclass(frozen=True)
-class Run:
-    """How one run ended and what it printed."""
-
-    code: int
-    text: str
-
-
-def drive(folder: Path, runs: list[dict[str, Any]]) -> list[Run]:
-    command = [sys.executable, "-c", DRIVER, str(EXAMPLE), json.dumps(runs)]
-    environment = {**os.environ, "COLUMNS": "100", "PYTHONPATH": str(EXAMPLE.parents[1])}
-    warm_processes.run(command, cwd=folder, env=environment, check=True, timeout=110)
-    numbers = range(len(runs))
-    return [Run(int((folder / f"code-{n}").read_text()), (folder / f"out-{n}").read_text()) for n in numbers]
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Run]]:
     """Run the example with three kills and a Ctrl-C on the way, to its end, and again; then short runs."""
     folder = tmp_path_factory.mktemp("example")
-    chance = random.Random(0)
-    runs: list[dict[str, Any]] = [
-        {
-            "arguments": ["--steps", str(STEPS)],
-            "stop": stop,
-            "after": chance.randrange(20, 600),
-            "milliseconds": chance.uniform(0.1, 20.0),
-        }
-        for stop in ("kill", "kill", "ctrl-c", "kill", None, None)
+    chance, steps = random.Random(0), ["--steps", str(STEPS)]
+    forks = [
+        Fork(steps, chance.randrange(20, 600), chance.uniform(0.1, 20.0) if is_killed else None)
+        for is_killed in (True, True, False, True)
     ]
-    whole = {"stop": None, "after": 0, "milliseconds": 0}
-    runs += [
-        {"arguments": ["--path", "mine.exp", "--envs", "3", *more], **whole}
+    forks += [Fork(steps), Fork(steps)]
+    forks += [
+        Fork(["--path", "mine.exp", "--envs", "3", *more])
         for more in (["--steps", "1100"], ["--steps", "500", "--fresh"], ["--steps", "500", "--seed", "1"])
     ]
-    return folder, drive(folder, runs)
+    return folder, run_forks("cartpole_dqn", "cartpole_dqn:Agent.learn", folder, forks)
 
 
 def test_runs_end_as_they_should(stopped: tuple[Path, list[Run]]) -> None:
@@ -172,12 +106,7 @@ def test_an_error_of_the_store_is_one_message(stopped: tuple[Path, list[Run]]) -
 
 @pytest.fixture
 def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("cartpole_dqn", EXAMPLE)
-    if spec is None or spec.loader is None:
-        raise FileNotFoundError(EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return import_example("cartpole_dqn")
 
 
 def make_batch(seed: int) -> TensorDict:

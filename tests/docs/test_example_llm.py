@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 import expstore
-from tests.support.paths import ROOT
-
-EXAMPLE = ROOT / "examples" / "llm_rollouts.py"
+from tests.support.example_runs import import_example
 
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("llm_rollouts", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return import_example("llm_rollouts")
 
 
 @pytest.mark.slow

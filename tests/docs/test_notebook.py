@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.docs.test_readme import blocks, read_part
+from tests.support.pages import find_blocks, read_page
 from tests.support.paths import ROOT
 
 NOTEBOOK = ROOT / "docs" / "notebooks" / "first_look.ipynb"
@@ -26,7 +26,7 @@ def test_the_cells_are_the_blocks_of_the_page() -> None:
     """If not: run `python docs/pictures.py`."""
     cells = code_cells(NOTEBOOK)
     assert ["".join(cell["source"]) for cell in cells] == [
-        block.strip() for block in blocks(read_part("look"), "python")
+        block.strip() for block in find_blocks(read_page("look", end="\n## pandas and Polars\n"), "python")
     ]
     assert [cell["outputs"] for cell in cells] == [[] for _ in cells]
 

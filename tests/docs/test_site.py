@@ -1,4 +1,4 @@
-"""The documentation site: pages of its folders run, its navigation is complete, its generated pages too.
+"""The documentation site: its navigation is complete, its generated pages too.
 
 `make docs` builds it; no test does, since that takes half a minute of CPU.
 """
@@ -9,10 +9,7 @@ import ast
 import importlib.util
 import os
 import re
-import shlex
 from collections.abc import Iterator
-from contextlib import ExitStack
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -20,33 +17,9 @@ import pytest
 import yaml
 
 from expstore import errors
-from expstore.api import Settings
-from expstore.cli.app import run
-from tests.docs.test_readme import execute, run_named_preamble
+from tests.support.pages import DOCS
 from tests.support.paths import ROOT
-from tests.support.servers import Serving
 
-pytestmark = pytest.mark.index
-
-DOCS = ROOT / "docs"
-#: Pages whose blocks run here, and what they print is compared. test_readme.py runs the others in docs/.
-FOLDERS = ("explanation", "howto", "tutorials")
-PAGES = [
-    *("changes", "durability", "index", "look", "consumers", "odd", "retention", "versions"),
-    *(f"{path.parent.name}/{path.stem}" for name in FOLDERS for path in (DOCS / name).glob("*.md")),
-]
-#: Where the part of a page begins and ends that runs here; tests of their own run the rest.
-PARTS = {
-    "look": ("\n## pandas and Polars\n", "\n## Trackers\n"),
-    "versions": ("# Versions\n", "\n## Versions on S3\n"),
-}
-#: Its processes take seconds to start; docs/collecting.md has the same in `make test`.
-SLOW = "tutorials/collecting"
-#: Packages that a page needs and users may lack.
-NEEDS = {"tutorials/agent": "openai"}
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-#: Where the server of tutorials/serve.md listens.
-SERVER = "http://127.0.0.1:8420"
 CONFIG: dict[str, Any] = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 
 
@@ -61,65 +34,6 @@ def _load_generator() -> ModuleType:
 
 
 site_pages = _load_generator()
-
-
-def _serve(folder: str, option: str, file: str) -> Serving:
-    """Return the server that `expstore serve` starts, in this process: one of its own takes seconds to start.
-
-    test_readme.py runs the command itself.
-    """
-    assert option == "--token-file"
-    return Serving(Settings(path=Path(folder), token=Path(file).read_bytes()))
-
-
-# -- pages run ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.torture] if name == SLOW else []) for name in sorted(PAGES)],
-)
-def test_a_page_runs_and_prints_what_it_says(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its blocks, one after another. A block of text is what was printed since the block of text before."""
-    if name in NEEDS:
-        pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")
-    page = (DOCS / f"{name}.md").read_text()
-    if name in PARTS:
-        begin, end = PARTS[name]
-        page = page[page.index(begin) : page.index(end)]
-    found = BLOCK.findall(page)
-    if {kind for kind, _ in found} <= {"text"}:
-        return  # diagrams and formulas
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {"__name__": "__main__"}
-    run_named_preamble(page, names)
-    capsys.readouterr()
-    address = SERVER
-    has_printed = False
-    with ExitStack() as stack:
-        for kind, block in found:
-            if kind == "text" and has_printed:
-                assert capsys.readouterr().out == block
-                has_printed = False
-            elif kind == "python":
-                execute(block.replace(SERVER, address), names, f"docs/{name}.md")
-                has_printed = True
-            elif kind == "sh":
-                for line in block.splitlines():
-                    program, command, *arguments = shlex.split(line)
-                    assert program == "expstore"
-                    if command == "serve":
-                        address = stack.enter_context(_serve(*arguments)).url
-                    else:
-                        assert run([command, *arguments]) == 0, line
-                        has_printed = True
-            else:
-                assert kind in ("text", "python", "sh")
-    if has_printed:
-        assert "Traceback" not in capsys.readouterr().err
 
 
 # -- the navigation ----------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core.bfloat16 import widen_bfloat16
 from expstore.errors import NotReadyError
 from expstore.storages import MemoryStorage, ZarrStorage
+from tests.support.paths import find_memory
 from tests.support.tuned import set_spare_slots
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
@@ -155,7 +156,7 @@ def check(rb: Any) -> None:
 @pytest.mark.parametrize("kind", ["ring", "endless", "memory", "grid"])
 @given(acts=acts)
 def test_statistics_are_those_of_the_rows(kind: str, acts: list[tuple[Any, ...]]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=find_memory()) as folder:
         life, reader = Life(Path(folder), kind), None
         life.act("extend", 30)
         if kind in ("ring", "endless"):

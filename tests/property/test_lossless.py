@@ -28,6 +28,7 @@ from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core import tuning
 from expstore.maintenance import verify
 from expstore.schema.schema import DTYPES, OBJECT
+from tests.support.paths import find_memory
 from tests.support.tuned import set_spare_slots
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
@@ -331,7 +332,7 @@ def live_and_look(data: Any, folder: Path) -> None:
 @hypothesis.settings(max_examples=4, suppress_health_check=list(hypothesis.HealthCheck))
 @given(data=st.data())
 def test_rows_come_back_bit_by_bit(data: Any) -> None:
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(dir=find_memory()) as name:
         live_and_look(data, Path(name))
 
 
@@ -343,5 +344,5 @@ def test_rows_come_back_bit_by_bit(data: Any) -> None:
 @given(data=st.data())
 def test_rows_come_back_bit_by_bit_in_thousands_of_lives(data: Any, count_cases: Callable[..., None]) -> None:
     count_cases()
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(dir=find_memory()) as name:
         live_and_look(data, Path(name))

@@ -23,6 +23,7 @@ import expstore
 from expstore.core import tuning
 from expstore.errors import CorruptionError
 from expstore.maintenance import repair, verify
+from tests.support.stores import copy_folder
 
 BLOCK = 4096
 CAPACITY, SLOTS, ROWS = 5000, 9096, 12_000
@@ -118,7 +119,7 @@ class Broken:
         rng = random.Random(seed)
         for number in range(count):
             copy = folder / f"broken-{number}.exp"
-            shutil.copytree(self.sound, copy)
+            copy_folder(self.sound, copy)
             held = [path for name in self.columns for path in (copy / "columns" / name).iterdir()]
             yield copy, damage(rng.choice(sorted(path for path in held if path.is_file())), rng)
             shutil.rmtree(copy)

@@ -1,16 +1,21 @@
-"""Run an example as a process: to its end, or until it has printed a step, where a signal stops it."""
+"""Run examples: as a process, to its end or until it has printed a step, or in forks of one process."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
-import threading
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NoReturn
 
 import torch
 
@@ -18,7 +23,6 @@ import expstore
 from tests.support import warm_processes
 from tests.support.paths import ROOT
 
-_LONGEST_RUN = 90.0  # seconds
 _STEP = re.compile(r"step ([\d,]+) ")
 
 
@@ -55,8 +59,6 @@ def _run(
         stderr=subprocess.STDOUT,
         text=True,
     )
-    watchdog = threading.Timer(_LONGEST_RUN, process.kill)
-    watchdog.start()
     lines = []
     try:
         with process.stdout:
@@ -68,8 +70,101 @@ def _run(
                     stop_at = None
         return Run(process.wait(), "".join(lines))
     finally:
-        watchdog.cancel()
         process.kill()
+
+
+def import_example(name: str) -> ModuleType:
+    """Import an example, which is in no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@dataclass(frozen=True)
+class Fork:
+    """A run in a fork of a process that has imported the example, which takes longer than a short run.
+
+    Args:
+        arguments: Its arguments.
+        after: It is stopped when it learns from the batch of this number; 0: it is not.
+        milliseconds: A signal that nobody catches stops it after so much computing, and so wherever the
+            process is by then; None: Ctrl-C.
+    """
+
+    arguments: Sequence[str]
+    after: int = 0
+    milliseconds: float | None = None
+    copies: Sequence[tuple[str, str]] = ()
+
+
+def run_forks(name: str, method: str, folder: Path, forks: Sequence[Fork]) -> list[Run]:
+    """Run an example in a folder, one fork after the other.
+
+    Args:
+        name: The example's module.
+        method: Its method that is called once for each batch, as "module:Class.method".
+        folder: Working directory of the runs.
+        forks: The runs.
+    """
+    code = "from tests.support.example_runs import run_here; run_here()"
+    told = json.dumps([name, method, [asdict(fork) for fork in forks]])
+    environment = {**os.environ, "COLUMNS": "100", "PYTHONPATH": str(ROOT)}
+    warm_processes.run([sys.executable, "-c", code, told], cwd=folder, env=environment, check=True)
+    numbers = range(len(forks))
+    return [Run(int((folder / f"code-{n}").read_text()), (folder / f"out-{n}").read_text()) for n in numbers]
+
+
+def read_drawn(folder: Path, number: int) -> list[Any]:
+    """Return number and ids of every batch that the method of `run_forks` returned in a run."""
+    found: list[Any] = json.loads((folder / f"drawn-{number}").read_text())
+    return found
+
+
+def run_here() -> None:
+    """Run forks of this process, which `run_forks` has started."""
+    name, method, forks = json.loads(sys.argv[1])
+    sys.modules[name] = example = import_example(name)
+    for number, fork in enumerate(forks):
+        for old, new in fork["copies"]:
+            (shutil.copytree if os.path.isdir(old) else shutil.copy)(old, new)
+        pid = os.fork()
+        if pid == 0:
+            out = os.open(f"out-{number}", os.O_CREAT | os.O_WRONLY)
+            os.dup2(out, 1)
+            os.dup2(out, 2)
+            _run_fork(example, method, number, Fork(**fork))
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        Path(f"code-{number}").write_text(str(code))
+
+
+def _run_fork(example: Any, method: str, number: int, fork: Fork) -> NoReturn:
+    module, _, place = method.partition(":")
+    class_name, _, attribute = place.partition(".")
+    owner = getattr(importlib.import_module(module), class_name)
+    former, calls, drawn = getattr(owner, attribute), 0, []
+
+    def stopping(own: Any, *batch: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == fork.after and fork.milliseconds is None:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.kill(os.getpid(), signal.SIGINT)
+        elif calls == fork.after:
+            signal.setitimer(signal.ITIMER_PROF, fork.milliseconds / 1000)
+        draw = own.replay_buffer.storage.draws.number if hasattr(own, "replay_buffer") else None
+        found = former(own, *batch)
+        if found is not None:
+            drawn.append([draw, found["id"].tolist()])
+        return found
+
+    setattr(owner, attribute, stopping)
+    code = example.main(fork.arguments)
+    Path(f"drawn-{number}").write_text(json.dumps(drawn))
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def flatten_state(state: Any, name: str = "") -> dict[str, Any]:

@@ -37,8 +37,6 @@ def collect_from_child(work: Callable[[Callable[[Any], None]], None]) -> list[An
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(30)
         torch.set_num_threads(1)  # OpenMP's threads exist only in the parent
         try:
             os.close(read_end)
@@ -52,9 +50,12 @@ def collect_from_child(work: Callable[[Callable[[Any], None]], None]) -> list[An
             tell(exc)
         os.kill(os.getpid(), signal.SIGKILL)
     os.close(write_end)
-    with os.fdopen(read_end, "rb") as pipe:
-        data = pipe.read()
-    _, status = os.waitpid(pid, 0)
+    try:
+        with os.fdopen(read_end, "rb") as pipe:
+            data = pipe.read()
+    finally:  # it has ended, unless the limit of the test has
+        os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
     told = []
     while data:
         size = int.from_bytes(data[:8], "little")

@@ -13,7 +13,7 @@ MEMORY = Path("/dev/shm")
 def find_memory() -> Path | None:
     """Return the folder of files in memory; None: it is missing, or has less than 2 GiB of free space.
 
-    For tests that really sync nothing. Others need a disk: stores in memory do not save the space of flags
-    that are never set (`expstore.disk.filesystem.fills_holes`).
+    For tests that really sync nothing. Stores in memory do not save the space of flags that are never set
+    (`expstore.disk.filesystem.fills_holes`).
     """
     return MEMORY if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 2 << 30 else None

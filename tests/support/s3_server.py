@@ -83,7 +83,7 @@ class S3Server:
         self._server.server_close()
 
     def _forward(self, request: Request, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self._moto, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self._moto, timeout=60)
         try:
             connection.request(request.method, request.path, body, request.headers)
             answer = connection.getresponse()

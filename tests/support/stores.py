@@ -7,12 +7,15 @@
 - `window_ids`: the ids of the rows that a storage holds.
 - `read_columns`: all rows that a storage holds, by field.
 - `read_files`: the bytes of every file of a folder.
+- `copy_folder`: copy a store, or any folder.
 - `NoKeeper`: replaces the thread that writes checkpoints in the background.
 - `NoIndex`: replaces the index.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +120,23 @@ def read_files(folder: Path, *skipped: str) -> dict[str, bytes]:
     """Return the bytes of all files below a folder, by relative path; skip files of these names."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in skipped)
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def copy_folder(source: Path, target: Path) -> Path:
+    """Copy a folder and preserve holes; return the copy. Files of an unbounded store are 50 MB of holes."""
+    return Path(shutil.copytree(source, target, copy_function=_copy_file))
+
+
+def _copy_file(source: str, target: str) -> None:
+    with open(source, "rb") as old, open(target, "wb") as new:
+        size, at = os.fstat(old.fileno()).st_size, 0
+        new.truncate(size)
+        while at < size:
+            try:
+                at = os.lseek(old.fileno(), at, os.SEEK_DATA)
+            except OSError:
+                break  # the rest is a hole
+            end = os.lseek(old.fileno(), at, os.SEEK_HOLE)
+            os.pwrite(new.fileno(), os.pread(old.fileno(), end - at, at), at)
+            at = end
+    shutil.copystat(source, target)
