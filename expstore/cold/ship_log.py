@@ -165,7 +165,7 @@ class ShippedState:
         return int(epoch) < self.epoch or (int(epoch) == self.epoch and int(number) < self.named)
 
 
-def shipped_key(part: str) -> str:
+def state_part_key(part: str) -> str:
     """Return the key of the object with a part's bytes."""
     return f"{SHIPPED_PARTS}/{part}"
 
@@ -385,7 +385,7 @@ class ShipLog:
             if VersionList.load(self._bucket)[0] == known:
                 raise
             return self.sweep(find_needed)  # a version was removed meanwhile
-        keys = [*manifests, *map(shipped_key, parts)]
+        keys = [*manifests, *map(state_part_key, parts)]
         self._bucket.delete(keys)
         self._manifests.difference_update(manifests)
         self._parts.difference_update(parts)

@@ -59,14 +59,15 @@ def test_the_block_about_shipping_runs(
     names: dict[str, object] = {"__name__": __name__}
     first = _blocks((ROOT / "docs" / "index.md").read_text(), "python")[0]
     page = (ROOT / "docs" / "shipping.md").read_text()
-    (program,), (printed,) = _blocks(page, "python"), _blocks(page, "text")
+    programs, printed = _blocks(page, "python"), _blocks(page, "text")
     with start_moto() as port, S3Server(port, "bucket") as server:
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
         exec(compile(first, "docs/index.md", "exec"), names)
         capsys.readouterr()
-        exec(compile(program, "docs/shipping.md", "exec"), names)
-        assert capsys.readouterr().out == printed
+        for program, expected in zip(programs, printed, strict=True):
+            exec(compile(program, "docs/shipping.md", "exec"), names)
+            assert capsys.readouterr().out == expected
         done = cli("ship", "elsewhere.exp", "s3://bucket/run")
         assert done.out.startswith("elsewhere.exp: all 600 rows are at s3://bucket/run"), done.err
         restored = cli("ship", "third.exp", "s3://bucket/run", "--json").json
