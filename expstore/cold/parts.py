@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from expstore.cold.ship_log import ShippedState, shipped_key
+from expstore.cold.ship_log import ShippedState, state_part_key
 from expstore.cold.version_list import Manifest, PartFile, RemoteVersion, part_key
 from expstore.disk.files import Disk, File
 from expstore.errors import CorruptionError
@@ -205,10 +205,10 @@ def fetch_part(bucket: Bucket, name: str) -> bytes:
         CorruptionError: It is missing.
         RemoteError: The server does not answer, or refuses the request.
     """
-    data = bucket.read(shipped_key(name))
+    data = bucket.read(state_part_key(name))
     if data is None:
         raise CorruptionError(
-            f"{shipped_key(name)} is missing in {bucket.name}",
+            f"{state_part_key(name)} is missing in {bucket.name}",
             hint="use another version, or the folder of the store itself if there is one: "
             "ship it to another address",
         )

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from expstore.cold.object_storage import ObjectStorage
 from expstore.cold.parts import fetch_part, make_pool
-from expstore.cold.ship_log import Claim, ShipLog, ShippedState, shipped_key
+from expstore.cold.ship_log import Claim, ShipLog, ShippedState, state_part_key
 from expstore.cold.ship_settings import Origins, Ship
 from expstore.core.tables import size_text
 from expstore.disk.atomic_build import build_atomically
@@ -322,9 +322,9 @@ class Shipper:
                 self._bytes.wait(len(data))
                 self._parts += 1
                 if self._is_closing:
-                    self._bucket.write(shipped_key(name), data)
+                    self._bucket.write(state_part_key(name), data)
                     continue
-                sent.append(pool.submit(self._bucket.write, shipped_key(name), data))
+                sent.append(pool.submit(self._bucket.write, state_part_key(name), data))
                 if len(sent) >= _UPLOADS:
                     sent.popleft().result()
             for one in sent:

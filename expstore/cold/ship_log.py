@@ -25,8 +25,8 @@ The rules:
 4. If the answer to a request is lost, the request is repeated; an object that exists is the writer's own if
    it has the same bytes, which contain a random number. While it is unknown whether `manifest/N-K` was
    created, the writer creates it again, and captures nothing: the next state must continue this one.
-5. A push of a version creates a manifest with the id of the push in its `pins`. Once this is confirmed, it adds
-   the version to the list. Whoever deletes reads the newest manifest, and then the list, and keeps the
+5. A push of a version creates a manifest with the id of the push in its `pins`. Once this is confirmed, it
+   adds the version to the list. Whoever deletes reads the newest manifest, and then the list, and keeps the
    manifests of the versions in the list, those of pins whose push is not retired there, and what these need.
    The writer drops a pin once its version is in the list or its push is retired. A retired push never adds
    its version.
@@ -165,7 +165,7 @@ class ShippedState:
         return int(epoch) < self.epoch or (int(epoch) == self.epoch and int(number) < self.named)
 
 
-def shipped_key(part: str) -> str:
+def state_part_key(part: str) -> str:
     """Return the key of the object with a part's bytes."""
     return f"{SHIPPED_PARTS}/{part}"
 
@@ -385,7 +385,7 @@ class ShipLog:
             if VersionList.load(self._bucket)[0] == known:
                 raise
             return self.sweep(find_needed)  # a version was removed meanwhile
-        keys = [*manifests, *map(shipped_key, parts)]
+        keys = [*manifests, *map(state_part_key, parts)]
         self._bucket.delete(keys)
         self._manifests.difference_update(manifests)
         self._parts.difference_update(parts)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from expstore.cold.object_storage import ObjectStorage
 from expstore.cold.parts import fetch_part
-from expstore.cold.ship_log import ShipLog, ShippedState, shipped_key
+from expstore.cold.ship_log import ShipLog, ShippedState, state_part_key
 from expstore.cold.version_list import (
     MANIFESTS,
     PARTS,
@@ -175,7 +175,7 @@ class _Plan:
                 shipped, listed, states, there, lambda state: parts_of(state, fetch)
             )
             manifests += states
-            parts |= {shipped_key(name): there[name] for name in names}
+            parts |= {state_part_key(name): there[name] for name in names}
         if not old and not parts and not manifests:
             listed = known  # nothing needs a new list
         return cls(listed, tuple(sorted(old, key=lambda version: version.number)), parts, tuple(manifests))

@@ -226,7 +226,7 @@ while True:
 def test_a_process_that_pushes_versions_of_a_shipped_store_is_killed(
     tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    """SIGKILL from the server amid a request, 15 times, each on another disk; then all versions are read."""
+    """SIGKILL from the server amid a request, 8 times, each on another disk; then all versions are read."""
     pytest.importorskip("moto", reason="moto is not installed")
     from tests.support.s3_server import Request, S3Server, start_moto
 
@@ -235,7 +235,7 @@ def test_a_process_that_pushes_versions_of_a_shipped_store_is_killed(
         for name, value in server.environment.items():
             patch.setenv(name, value)
         ends: dict[int, int] = {}
-        for life in range(15):
+        for life in range(8):
             before, stop = len(server.requests), int(rng.integers(8, 120))
             command = [sys.executable, "-c", _SHIPPER, str(tmp_path / f"{life}.exp"), url]
             process = subprocess.Popen(command, env=os.environ | server.environment, stdout=subprocess.PIPE)

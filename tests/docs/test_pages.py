@@ -237,13 +237,14 @@ def test_shipping(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     page = read_page("shipping")
-    (program,), (printed,) = find_blocks(page, "python"), find_blocks(page, "text")
+    programs, printed = find_blocks(page, "python"), find_blocks(page, "text")
     names: dict[str, object] = {"__name__": __name__}
     with _bucket(monkeypatch):
         run_first_example(names)
         capsys.readouterr()
-        execute(program, names, "docs/shipping.md")
-        assert capsys.readouterr().out == printed
+        for program, expected in zip(programs, printed, strict=True):
+            execute(program, names, "docs/shipping.md")
+            assert capsys.readouterr().out == expected
         done = cli("ship", "elsewhere.exp", "s3://bucket/run")
         assert done.out.startswith("elsewhere.exp: all 600 rows are at s3://bucket/run"), done.err
         restored = cli("ship", "third.exp", "s3://bucket/run", "--json").json

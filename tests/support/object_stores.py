@@ -13,7 +13,7 @@ from obstore.store import MemoryStore
 from expstore.cold import ObjectStorage, RemoteVersion, versions
 from expstore.cold.bucket import Bucket
 from expstore.cold.parts import fetch_part
-from expstore.cold.ship_log import ShipLog, ShippedState, shipped_key
+from expstore.cold.ship_log import ShipLog, ShippedState, state_part_key
 from expstore.cold.version_list import Manifest, part_key
 from expstore.storages.snapshots.rebuild import parts_of
 
@@ -97,7 +97,7 @@ def find_needed(storage: ObjectStorage) -> set[str]:
     states += [ShippedState.of_version(bucket, version) for version in versions(storage) if version.state]
     keys = {state.key for state in states}
     for state in states:
-        keys |= {*map(shipped_key, parts_of(state.state or {}, partial(fetch_part, bucket)))}
+        keys |= {*map(state_part_key, parts_of(state.state or {}, partial(fetch_part, bucket)))}
     return keys
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from expstore.cold import sweep, upload
 from expstore.cold.ship import Pinned
-from expstore.cold.ship_log import Claim, ShipLog, ShippedState, shipped_key
+from expstore.cold.ship_log import Claim, ShipLog, ShippedState, state_part_key
 from expstore.cold.version_list import LIST, STATES, VersionList, manifest_key
 from expstore.errors import LockedError, RemoteError, SnapshotError
 
@@ -111,14 +111,16 @@ class Objects:
             return set()
         state = newest.state or {"ids": [], "parts": []}
         assert state["ids"][: len(self.confirmed)] == self.confirmed, "a confirmed state is not continued"
-        assert all(shipped_key(part) in self.objects for part in state["parts"]), "a part is missing"
-        needed = {newest.key, *map(shipped_key, state["parts"])}
+        assert all(state_part_key(part) in self.objects for part in state["parts"]), "a part is missing"
+        needed = {newest.key, *map(state_part_key, state["parts"])}
         for version in self.versions().versions:
             key = manifest_key(version)
             assert key in self.objects, "the state of a version is missing"
             parts = (ShippedState.unpack(self.objects[key], key, self.name).state or {})["parts"]
-            assert all(shipped_key(part) in self.objects for part in parts), "a part of a version is missing"
-            needed |= {key, *map(shipped_key, parts)}
+            assert all(state_part_key(part) in self.objects for part in parts), (
+                "a part of a version is missing"
+            )
+            needed |= {key, *map(state_part_key, parts)}
         return needed
 
     # -- requests
@@ -222,7 +224,7 @@ class Writer:
     def _restore(self, first: ShippedState) -> None:
         """Read the parts: one may be missing only if another writer has claimed the address meanwhile."""
         for part in (first.state or {"parts": []})["parts"]:
-            if self._objects.read(shipped_key(part)) is None:
+            if self._objects.read(state_part_key(part)) is None:
                 self._log.check()
                 raise AssertionError("a restore lacks a part")
 
@@ -252,7 +254,7 @@ class Writer:
     def _ship(self, pushes: Sequence[str] = ()) -> None:
         former = (self._log.newest and self._log.newest.state) or {"ids": [], "parts": []}
         part = self._log.name_part()
-        self._objects.write(shipped_key(part), b"")
+        self._objects.write(state_part_key(part), b"")
         # A ring of two parts: each state needs a new one, and drops one.
         ids = [*former["ids"], next(self._ids)]
         # A state that is captured whole needs no former part.

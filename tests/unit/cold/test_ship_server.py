@@ -14,7 +14,8 @@ pytest.importorskip("moto", reason="moto is not installed: there is no server to
 
 import expstore
 from expstore import Ship
-from expstore.cold.ship_log import EPOCHS, SHIPPED_MANIFESTS
+from expstore.cold.ship_log import EPOCHS
+from expstore.cold.version_list import STATES
 from expstore.errors import LockedError, RemoteError, StateError
 from tests.support.batches import episode_rows
 from tests.support.s3_server import Request, S3Server
@@ -96,7 +97,7 @@ def test_a_server_without_conditions_is_refused(tmp_path: Path, server: S3Server
     assert caught.value.kind == "no_conditional_put"
     assert not (tmp_path / "run.exp").exists()
     written = {request.path for request in server.requests if request.method == "PUT"}
-    assert not [path for path in written if f"/{EPOCHS}/" in path or f"/{SHIPPED_MANIFESTS}/" in path]
+    assert not [path for path in written if f"/{EPOCHS}/" in path or f"/{STATES}/" in path]
     server.unconditional = False
     with _open(tmp_path / "run.exp", url) as rb:
         rb.extend(episode_rows(20, length=10))
