@@ -311,7 +311,7 @@ class _Moment:
         former, window = self.former, self.window
         if not former:
             return 0
-        before = former["last"] - former["low"] - former["rows"]
+        before: int = former["last"] - former["low"] - former["rows"]
         return max(0, window.last - window.low - window.rows - before)
 
     def _find_kept(self, columns: WritableColumns) -> int:

@@ -199,8 +199,8 @@ class _Build:
             self._write_values(columns)
             # Older than what the captured store wrote next, so that no row counts as changed since.
             stamp = self._state["generation"], max(1, self._state["sequence"] - 1)
-            gaps = manifest.deleted
-            deleted = Deleted(gaps, gaps, self._low, gaps) if gaps else None
+            ids = manifest.deleted
+            deleted = Deleted(ids, ids, self._low, ids) if ids else None
             self._written += finish_columns(disk, folder, group, self._blocks, stamp, deleted)
             self._folders |= group.new_folders
         finally:

@@ -112,7 +112,7 @@ def test_a_node_dies_and_its_shard_is_replaced_on_another(nodes: dict[str, Any],
 def test_a_shard_that_is_shipped_moves_from_a_lost_node(
     moto: S3Server, nodes: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Then all disks and the cluster file are lost, and the same call starts the cluster of what was shipped."""
+    """Then all disks and the cluster file are lost, and the same call restores the cluster."""
 
     def start() -> Any:
         return expstore.cluster.ray.start(
