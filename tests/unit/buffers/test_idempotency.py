@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +26,7 @@ from expstore.storages.format.write_key_file import KEYS
 from expstore.storages.memory import MemoryStorage
 from expstore.writers.writers import TensorDictMaxValueWriter
 from tests.support.batches import closing_factory, numbered_rows
+from tests.support.forks import in_child
 
 pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs", "short_flat_shards")]
 
@@ -235,18 +234,6 @@ def test_members_keep_a_key_each(tmp_path: Path) -> None:
 # -- what lasts ------------------------------------------------------------------------------------------
 
 
-def killed(work: Callable[[], None]) -> None:
-    """Run work in a forked child, which dies of a kill then."""
-    pid = os.fork()
-    if not pid:
-        try:
-            work()
-        except BaseException:
-            os._exit(1)
-        os.kill(os.getpid(), signal.SIGKILL)
-    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
-
-
 @pytest.mark.guarantee("kill/keys")
 @pytest.mark.some(1)
 @pytest.mark.parametrize("durability", ["process", "sync"])
@@ -267,7 +254,7 @@ def test_keys_are_known_after_a_kill_exactly_with_their_rows(tmp_path: Path, dur
         return work
 
     for first in (0, 8, 16):
-        killed(life(first))
+        in_child(life(first))
     with expstore.open(path) as rb:
         last = 0
         for number in range(24):
