@@ -389,9 +389,8 @@ def test_lengths_are_read_without_locks_that_come_after_the_storages(
 # -- what is refused --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_settings_are_checked_before_a_store_is_made(store_path: Path) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"ragged": "dense"}, "ragged='dense' is unknown"),
         ({"ragged": None}, "ragged=None is unknown"),
         ({"batch_tokens": 0}, "batch_tokens must be at least 1"),
@@ -400,14 +399,11 @@ def test_lengths_are_read_without_locks_that_come_after_the_storages(
         ({"batch_tokens": 5, "tokens_key": 3}, "tokens_key is the key of a field"),
         ({"batch_tokens": 5}, "which would lose the rows"),
         ({"batch_tokens": 5, "sample_unit": Sequence(2)}, "exclude each other"),
-    ],
-)
-def test_settings_are_checked_before_a_store_is_made(
-    store_path: Path, settings: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ArgumentError, match=message):
-        expstore.open(store_path, layout="arrow", batches=settings)
-    assert not store_path.exists()
+    ]
+    for settings, message in cases:
+        with pytest.raises(ArgumentError, match=message):
+            expstore.open(store_path, layout="arrow", batches=settings)
+        assert not store_path.exists()
 
 
 def test_samplers_that_would_lose_rows_are_refused(path: Path) -> None:
