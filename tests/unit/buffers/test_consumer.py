@@ -9,7 +9,6 @@ import linecache
 import pickle
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -42,6 +41,7 @@ from tests.support.batches import observed_episode as rows
 from tests.support.batches import same
 from tests.support.draw_sequences import BATCH, CAPACITY, SAMPLERS, sampler_rows, short_rings
 from tests.support.forks import in_child
+from tests.support.threads import in_threads
 
 pytestmark = [
     pytest.mark.usefixtures("no_syncs", "no_index_on_close"),
@@ -442,15 +442,11 @@ def test_threads_share_the_draws(rb: Any) -> None:
     c = rb.consumer("learner", sampler="without_replacement", batch_size=5)
     found: list[int] = []
 
-    def work() -> None:
+    def work(_: int) -> None:
         for _ in range(5):
             found.extend(numbers(c.sample()))
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(4, work)
     assert sorted(found) == list(range(100))
     assert sorted(number for batch in c.replay(0) for number in numbers(batch)) == list(range(100))
 

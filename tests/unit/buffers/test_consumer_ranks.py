@@ -22,6 +22,7 @@ from expstore.storages.format.ranks import Ranks
 from tests.support.batches import observed_episode as rows
 from tests.support.draw_sequences import BATCH, CAPACITY, SAMPLERS, sampler_rows, short_rings
 from tests.support.forks import collect_from_child, forked
+from tests.support.threads import in_threads
 
 pytestmark = [
     pytest.mark.usefixtures("no_syncs", "no_index_on_close"),
@@ -395,11 +396,7 @@ def test_processes_of_torch_distributed_share_batches(tmp_path: Path) -> None:
     def run(rank: int) -> None:
         found[rank] = collect_from_child(lambda tell: work(rank, tell))
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(world, run)
     assert all(found[rank] == whole for rank in range(world))
 
 

@@ -27,6 +27,7 @@ from expstore.storages.memory import MemoryStorage
 from expstore.writers.writers import TensorDictMaxValueWriter
 from tests.support.batches import closing_factory, numbered_rows
 from tests.support.forks import in_child
+from tests.support.threads import in_threads
 
 pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs", "short_flat_shards")]
 
@@ -199,18 +200,14 @@ def test_the_same_key_in_many_threads_at_once(make: Make) -> None:
     rb = make(10_000)
     start, answers = threading.Barrier(4), [dict[int, list[int]]() for _ in range(4)]
 
-    def extend(mine: dict[int, list[int]]) -> None:
+    def extend(thread: int) -> None:
         start.wait()
         for number in range(50):
-            mine[number] = rb.extend(
+            answers[thread][number] = rb.extend(
                 numbered_rows(5, number), idempotency_key=str(number), return_ids=True
             ).tolist()
 
-    threads = [threading.Thread(target=extend, args=(mine,)) for mine in answers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(4, extend)
     assert answers[0] == answers[1] == answers[2] == answers[3]
     assert rb.write_count == 250
 

@@ -31,6 +31,7 @@ from expstore.samplers.base import Sampler
 from expstore.storages.base import Storage
 from tests.support.batches import numbered_rows
 from tests.support.forks import collect_from_child, in_child
+from tests.support.threads import in_threads
 
 SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "random": RandomSampler,
@@ -119,11 +120,7 @@ def test_many_threads_are_served_once_each(sampler: str) -> None:
     for each in (rb, alone):
         each.extend(numbered_rows(SIZE * 40))
     found: list[list[int]] = []
-    threads = [threading.Thread(target=lambda: found.extend(drawn(rb, 10))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(4, lambda _: found.extend(drawn(rb, 10)))
     assert sorted(found) == sorted(drawn(alone, 40))
     rb.close()
 
