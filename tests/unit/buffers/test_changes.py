@@ -10,6 +10,7 @@ import pytest
 
 import expstore
 from expstore.buffers.changes import tabulate_episodes
+from expstore.storages.memory import MemoryStorage
 from expstore.trajectories.odd import Measure
 from tests.support.odd_episodes import make_episodes
 
@@ -29,6 +30,10 @@ def fill(
     return odd
 
 
+def in_memory() -> Any:
+    return expstore.ReplayBuffer(storage=MemoryStorage(100_000), batch_size=4)
+
+
 def changes(rb: Any) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = rb.episodes.changes().arrow().to_pylist()
     return found
@@ -39,8 +44,8 @@ def selected(rb: Any, where: str) -> set[int]:
 
 
 @pytest.mark.parametrize("kind", ["scale", "sign", "early", "worse"])
-def test_the_group_is_found_and_its_condition_selects_its_episodes(tmp_path: Path, kind: str) -> None:
-    with expstore.open(tmp_path / "run.exp") as rb:
+def test_the_group_is_found_and_its_condition_selects_its_episodes(kind: str) -> None:
+    with in_memory() as rb:
         odd = set(fill(rb, kind, 300 if kind == "worse" else 240))
         first = changes(rb)[0]
         found = selected(rb, first["where"])
@@ -59,13 +64,13 @@ def test_the_group_is_found_and_its_condition_selects_its_episodes(tmp_path: Pat
         assert changes(rb)[0] == first
 
 
-def test_names_of_any_kind_are_conditions(tmp_path: Path) -> None:
-    with expstore.open(tmp_path / "run.exp") as rb:
+def test_names_of_any_kind_are_conditions() -> None:
+    with in_memory() as rb:
         odd = set(fill(rb, "early", rename=lambda source: source.replace("arm-1", HOSTILE)))
         (first, *_) = changes(rb)
         assert first["value"] == HOSTILE
         assert len(selected(rb, first["where"]) & odd) > 0.9 * len(odd)
-    with expstore.open(tmp_path / "facts.exp") as rb:
+    with in_memory() as rb:
         for number, ((rows, source, _), _) in enumerate(make_episodes("early", 0, 240)):
             rb.extend(
                 rows, source="all", episode_info={HOSTILE: source, "count": number, "level": number % 2}

@@ -439,13 +439,6 @@ def verify_open(rb: TensorDictReplayBuffer) -> int:
     return len(rb.schema.fields)
 
 
-def test_the_only_field_stays() -> None:
-    rb = TensorDictReplayBuffer(storage=MemoryStorage(10))
-    rb.extend(TensorDict({"a": torch.zeros(3)}, [3]))
-    with pytest.raises(SchemaError, match="only field"):
-        rb.columns.drop("a")
-
-
 def test_stores_that_have_no_field_to_spare() -> None:
     objects = ReplayBuffer(storage=ListStorage(10))
     objects.extend(["a", "b"])
@@ -496,9 +489,6 @@ def test_specs(store_path: Path) -> None:
     with expstore.open(store_path, mode="r") as rb:
         assert rb.specs is not None
         assert set(rb.specs.keys(True, True)) == {"action"}
-
-
-# -- checksums -----------------------------------------------------------------------------------------------
 
 
 # -- versions ------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -20,7 +21,8 @@ from expstore.errors import ArgumentError, CorruptionError, NotReadyError, RowsC
 from expstore.storages.format.ranks import Ranks
 from tests.support.batches import observed_episode as rows
 from tests.support.draw_sequences import BATCH, CAPACITY, SAMPLERS, sampler_rows, short_rings
-from tests.support.forks import collect_from_child
+from tests.support.forks import collect_from_child, forked
+from tests.support.threads import in_threads
 
 pytestmark = [
     pytest.mark.usefixtures("no_syncs", "no_index_on_close"),
@@ -76,27 +78,31 @@ def joined(parts: list[list[int]]) -> list[int]:
 @pytest.mark.guarantee(
     "consumers/ranks", "The parts of a consumer's ranks make up the batch that one process would draw."
 )
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("kind", KINDS)
-def test_parts_make_up_the_batch(tmp_path: Path, kind: str, world: int) -> None:
-    make = KINDS[kind]
+def test_parts_make_up_the_batch(tmp_path: Path) -> None:
+    """Of every kind of sampler, with two and with three ranks; the consumers share a store."""
     with short_rings(), ExitStack() as stack:
         path = tmp_path / "run.exp"
         rb = stack.enter_context(expstore.open(path, capacity=CAPACITY, batch_size=BATCH, seed=3))
         rb.extend(sampler_rows(CAPACITY, 0))
-        alone = stack.enter_context(rb.consumer("alone", sampler=make()))
-        buffers = [rb, *(expstore.open(path, mode="r", batch_size=BATCH) for _ in range(world - 1))]
-        ranks = [one.consumer("many", sampler=make(), rank=n, world=world) for n, one in enumerate(buffers)]
-        for _ in range(6):
-            whole, parts = alone.sample(), [rank.sample() for rank in ranks]
-            assert bool((torch.cat([part for part in parts if len(part)]) == whole).all())
-            if "slices" not in kind:
-                sizes = [len(part) for part in parts]
-                assert max(sizes) - min(sizes) <= 1
-        for rank, buffer in zip(ranks, buffers, strict=True):
-            rank.close()
-            if buffer is not rb:
-                buffer.close()
+        rb.flush()
+        readers = [stack.enter_context(expstore.open(path, mode="r", batch_size=BATCH)) for _ in range(2)]
+        for kind, make in KINDS.items():
+            with rb.consumer(f"{kind}_alone", sampler=make()) as alone:
+                wholes = [alone.sample() for _ in range(6)]
+            for world in (2, 3):
+                ranks = [
+                    one.consumer(f"{kind}_{world}", sampler=make(), rank=n, world=world)
+                    for n, one in enumerate([rb, *readers][:world])
+                ]
+                for whole in wholes:
+                    parts = [rank.sample() for rank in ranks]
+                    joined = torch.cat([part for part in parts if len(part)])
+                    assert bool((joined == whole).all()), (kind, world)
+                    if "slices" not in kind:
+                        sizes = [len(part) for part in parts]
+                        assert max(sizes) - min(sizes) <= 1, (kind, world)
+                for rank in ranks:
+                    rank.close()
 
 
 @pytest.mark.parametrize(
@@ -261,20 +267,18 @@ def test_rank_and_world_come_from_the_environment(group: Group, monkeypatch: pyt
         group.rb.consumer("learner")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_wrong_ranks_are_refused(group: Group) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"rank": 2, "world": 2}, "rank must be from 0 to world - 1"),
         ({"rank": -1, "world": 2}, "rank must be from 0 to world - 1"),
         ({"rank": 0}, "pass both rank and world"),
         ({"world": 2}, "pass both rank and world"),
         ({"rank": 0, "world": 1, "timeout": 0}, "timeout must be a number of seconds above 0"),
         ({"rank": 0, "world": 1, "timeout": "1"}, "timeout must be a number of seconds above 0"),
-    ],
-)
-def test_wrong_ranks_are_refused(group: Group, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ArgumentError, match=message):
-        group.rb.consumer("learner", **options)
+    ]
+    for options, message in cases:
+        with pytest.raises(ArgumentError, match=message):
+            group.rb.consumer("learner", **options)
     assert group.rb.consumers.list() == []
 
 
@@ -367,9 +371,8 @@ def test_a_generation_outlives_its_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
-def test_processes_of_torch_distributed_share_batches(tmp_path: Path, world: int) -> None:
-    path, store = tmp_path / "run.exp", tmp_path / "gloo"
+def test_processes_of_torch_distributed_share_batches(tmp_path: Path) -> None:
+    path, store, world = tmp_path / "run.exp", tmp_path / "gloo", 3
     with expstore.open(path, seed=1) as rb:
         rb.extend(rows(96))
         with rb.consumer("alone", sampler=expstore.SamplerWithoutReplacement(), batch_size=8) as alone:
@@ -393,9 +396,44 @@ def test_processes_of_torch_distributed_share_batches(tmp_path: Path, world: int
     def run(rank: int) -> None:
         found[rank] = collect_from_child(lambda tell: work(rank, tell))
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(world, run)
     assert all(found[rank] == whole for rank in range(world))
+
+
+@pytest.mark.guarantee("consumers/ranks")
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("is_pickled", [False, True])
+def test_a_worker_of_a_shared_buffer_has_consumers_and_ranks(
+    tmp_path: Path, is_pickled: bool, rank: int
+) -> None:
+    """The worker writes between its draws, through the parent; either of them is rank 0."""
+
+    def draw(consumer: Any, count: int) -> list[list[int]]:
+        return [numbers(consumer.sample()) for _ in range(count)]
+
+    with expstore.open(tmp_path / "run.exp", batch_size=4, seed=1).share() as rb:
+        rb.extend(rows(100))
+        data = pickle.dumps(rb)
+
+        def work() -> Any:
+            mine = pickle.loads(data) if is_pickled else rb
+            with mine.consumer("own", sampler="without_replacement") as own:
+                found = draw(own, 3)
+                own.commit()
+            mine.extend(rows(20, 100))
+            with mine.consumer("both", rank=rank, world=2, timeout=60) as both:
+                parts = draw(both, 4)
+                both.commit()
+            return found, parts
+
+        with forked(work) as wait, rb.consumer("both", rank=1 - rank, world=2, timeout=60) as here:
+            parts = draw(here, 4)
+            here.commit()
+            found, there = wait()
+            assert here.committed == 4
+        known = {one.name: (one.draws, one.committed, one.is_open) for one in rb.consumers.list()}
+        assert known == {"own": (3, 3, False), "both": (4, 4, False)}
+        with rb.consumer("own", sampler="without_replacement") as own:
+            assert own.position["draw"] == 3
+            assert [numbers(batch) for batch in own.replay(0, 2)] == found
+    assert all(len(own + other) == 4 for own, other in zip(parts, there, strict=True))

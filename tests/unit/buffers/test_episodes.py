@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,8 @@ from expstore.cli.app import run
 from expstore.errors import NotFoundError, QueryError, SchemaError, StateError
 from expstore.storages.memory import MemoryStorage
 from expstore.transforms import StepView
-from tests.support import warm_processes
 from tests.support.batches import steps
+from tests.support.forks import in_child
 
 pytestmark = pytest.mark.index
 
@@ -315,42 +314,26 @@ def test_notes_go_into_versions_and_come_back_with_them(store_path: Path, tmp_pa
     assert run(["verify", str(store_path)]) == 0
 
 
-KILLED = """
-import os, signal, sys
-import torch
-from pathlib import Path
-from tensordict import TensorDict
-import expstore
-
-def steps(count, end):
-    over = torch.zeros(count, 1, dtype=torch.bool)
-    over[-1] = end
-    return TensorDict({"x": torch.arange(count), "next": {"terminated": over}}, [count])
-
-rb = expstore.open(sys.argv[1], capacity=8, durability=sys.argv[2])
-rb.extend(steps(3, True), source="a")
-rb.extend(steps(2, False), source="b", episode_info={"with": "rows"})
-rb.episodes.annotate(1, ended=True)
-rb.flush()
-rb.episodes()
-rb.episodes.annotate(1, more=1)
-rb.episodes.annotate(2, open=True)
-rb.extend(steps(9, False), source="c")
-rb.episodes.annotate(1, evicted=[1])
-rb.add(steps(1, False)[0], source="b", episode_info={"with": None, "added": 1})
-rb.episodes()
-rb.episodes.annotate(3, last=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
 @pytest.mark.guarantee("kill/rows")
 @pytest.mark.some(1)
 @pytest.mark.parametrize("durability", ["process", "sync"])
-def test_a_kill_loses_nothing_that_was_noted(store_path: Path, durability: str) -> None:
-    command = [sys.executable, "-c", KILLED, str(store_path), durability]
-    done = warm_processes.run(command, check=False, capture_output=True, text=True)
-    assert done.returncode == -9, done.stderr
+def test_a_kill_loses_nothing_that_was_noted(store_path: Path, durability: Any) -> None:
+    def live() -> None:
+        rb = expstore.open(store_path, capacity=8, durability=durability)
+        rb.extend(steps(3, end="terminated"), source="a")
+        rb.extend(steps(2), source="b", episode_info={"with": "rows"})
+        rb.episodes.annotate(1, ended=True)
+        rb.flush()
+        rb.episodes()
+        rb.episodes.annotate(1, more=1)
+        rb.episodes.annotate(2, open=True)
+        rb.extend(steps(9), source="c")
+        rb.episodes.annotate(1, evicted=[1])
+        rb.add(steps(1)[0], source="b", episode_info={"with": None, "added": 1})
+        rb.episodes()
+        rb.episodes.annotate(3, last=True)
+
+    in_child(live)
     wanted = {1: {"ended": True, "more": 1, "evicted": [1]}, 2: {"open": True, "added": 1}, 3: {"last": True}}
     twin = store_path.with_name("twin.exp")
     shutil.copytree(store_path, twin)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from expstore import (
 from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.transforms import StepTransform, StepView
 from tests.support.chi_square import Floats, chi_square, draws_needed, limit_of, one_off
+from tests.support.forks import in_child
 from tests.support.tuned import few_rows_in_memory
 from tests.support.waits import wait_until
 
@@ -332,20 +331,7 @@ def test_goals_continue_after_a_kill(tmp_path: Path, strategy: Any) -> None:
             rb.sample()
         return rb
 
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            begin(ZarrStorage(tmp_path / "run.exp", 50))
-            os.write(writing, b".")
-            signal.pause()
-        finally:
-            os.kill(os.getpid(), signal.SIGKILL)
-    os.close(writing)
-    assert os.read(reading, 1) == b"."
-    os.close(reading)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    in_child(lambda: begin(ZarrStorage(tmp_path / "run.exp", 50)))
     rb = buffer(ZarrStorage(tmp_path / "run.exp", 50), strategy=strategy)
     assert goals(rb, 10) == goals(begin(MemoryStorage(50, seed=rb.storage.seed)), 10)
     rb.close()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +26,8 @@ from expstore.storages.format.write_key_file import KEYS
 from expstore.storages.memory import MemoryStorage
 from expstore.writers.writers import TensorDictMaxValueWriter
 from tests.support.batches import closing_factory, numbered_rows
+from tests.support.forks import in_child
+from tests.support.threads import in_threads
 
 pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs", "short_flat_shards")]
 
@@ -200,18 +200,14 @@ def test_the_same_key_in_many_threads_at_once(make: Make) -> None:
     rb = make(10_000)
     start, answers = threading.Barrier(4), [dict[int, list[int]]() for _ in range(4)]
 
-    def extend(mine: dict[int, list[int]]) -> None:
+    def extend(thread: int) -> None:
         start.wait()
         for number in range(50):
-            mine[number] = rb.extend(
+            answers[thread][number] = rb.extend(
                 numbered_rows(5, number), idempotency_key=str(number), return_ids=True
             ).tolist()
 
-    threads = [threading.Thread(target=extend, args=(mine,)) for mine in answers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(4, extend)
     assert answers[0] == answers[1] == answers[2] == answers[3]
     assert rb.write_count == 250
 
@@ -235,18 +231,6 @@ def test_members_keep_a_key_each(tmp_path: Path) -> None:
 # -- what lasts ------------------------------------------------------------------------------------------
 
 
-def killed(work: Callable[[], None]) -> None:
-    """Run work in a forked child, which dies of a kill then."""
-    pid = os.fork()
-    if not pid:
-        try:
-            work()
-        except BaseException:
-            os._exit(1)
-        os.kill(os.getpid(), signal.SIGKILL)
-    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
-
-
 @pytest.mark.guarantee("kill/keys")
 @pytest.mark.some(1)
 @pytest.mark.parametrize("durability", ["process", "sync"])
@@ -267,7 +251,7 @@ def test_keys_are_known_after_a_kill_exactly_with_their_rows(tmp_path: Path, dur
         return work
 
     for first in (0, 8, 16):
-        killed(life(first))
+        in_child(life(first))
     with expstore.open(path) as rb:
         last = 0
         for number in range(24):

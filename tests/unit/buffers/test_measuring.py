@@ -37,11 +37,16 @@ def measures_of(rb: Any) -> dict[int, Any]:
     return {episode: None if text is None else json.loads(text) for episode, text in found}
 
 
+def in_memory() -> Any:
+    """An empty store that writes nothing to disk."""
+    return expstore.ReplayBuffer(storage=MemoryStorage(100_000), batch_size=4)
+
+
 @pytest.fixture(params=["zarr", "memory"])
 def rb(request: pytest.FixtureRequest, store_path: Path) -> Iterator[Any]:
     """An empty store."""
     if request.param == "memory":
-        made: Any = expstore.ReplayBuffer(storage=MemoryStorage(100_000), batch_size=4)
+        made = in_memory()
     else:
         made = expstore.open(store_path)
     with made:
@@ -125,7 +130,8 @@ def test_open_episodes_are_not_measured_and_longer_ones_again(rb: Any) -> None:
     assert rb.episodes.measure().episodes == 1
 
 
-def test_own_measures(rb: Any) -> None:
+def test_own_measures() -> None:
+    rb = in_memory()
     fill(rb, count=80)
     rb.episodes.measure()
 
@@ -223,8 +229,8 @@ def test_splits_are_compared_by_themselves(store_path: Path) -> None:
         ("copy", ("copy", None, None)), ("gap", ("breaks", None, None)), ("short", ("short", None, None)),
     ],
 )  # fmt: skip
-def test_the_reason(store_path: Path, kind: str, expected: tuple[Any, ...]) -> None:
-    with expstore.open(store_path) as rb:
+def test_the_reason(kind: str, expected: tuple[Any, ...]) -> None:
+    with in_memory() as rb:
         odd = fill(rb, kind, count=120)
         found = rb.episodes.odd(None).arrow().to_pylist()
         assert {one["episode_id"] for one in found} == set(odd)
@@ -247,10 +253,10 @@ def test_the_reason(store_path: Path, kind: str, expected: tuple[Any, ...]) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*SINGLE, *GROUPS])
-def test_odd_episodes_are_found(store_path: Path, kind: str) -> None:
+def test_odd_episodes_are_found(kind: str) -> None:
     found, above = [], []
     for seed in range(3):
-        with expstore.open(store_path.with_name(f"{seed}.exp")) as rb:
+        with in_memory() as rb:
             odd = set(fill(rb, kind, seed, count=300))
             ranked = rb.episodes.odd(None, threshold=0).arrow()
         top = ranked["episode_id"].to_pylist()[:30]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-import os
 import pickle
-import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -32,6 +30,8 @@ from expstore.errors import NotReadyError, StateError
 from expstore.samplers.base import Sampler
 from expstore.storages.base import Storage
 from tests.support.batches import numbered_rows
+from tests.support.forks import collect_from_child, in_child
+from tests.support.threads import in_threads
 
 SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "random": RandomSampler,
@@ -120,11 +120,7 @@ def test_many_threads_are_served_once_each(sampler: str) -> None:
     for each in (rb, alone):
         each.extend(numbered_rows(SIZE * 40))
     found: list[list[int]] = []
-    threads = [threading.Thread(target=lambda: found.extend(drawn(rb, 10))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(4, lambda _: found.extend(drawn(rb, 10)))
     assert sorted(found) == sorted(drawn(alone, 40))
     rb.close()
 
@@ -224,26 +220,18 @@ def test_a_version_that_is_loaded_shows_at_once(tmp_path: Path, sampler: str) ->
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_a_killed_store_continues_with_undelivered_batches(store_path: Path, sampler: str) -> None:
     def open_with(prefetch: int) -> TensorDictReplayBuffer:
-        return expstore.open(
-            store_path,
-            capacity=200,
-            seed=1,
-            sampler=SAMPLERS[sampler](),
-            batch_size=SIZE,
-            batches=expstore.Batches(prefetch=prefetch),
-        )
+        batches = expstore.Batches(prefetch=prefetch)
+        made = SAMPLERS[sampler]()
+        return expstore.open(store_path, capacity=200, seed=1, sampler=made, batch_size=SIZE, batches=batches)
 
-    child = os.fork()
-    if child == 0:
-        try:
-            rb = open_with(4)
-            rb.extend(numbered_rows(100))
-            drawn(rb, 5)
-            rb.flush()
-            drawn(rb, 3)
-        finally:
-            os.kill(os.getpid(), signal.SIGKILL)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    def live() -> None:
+        rb = open_with(4)
+        rb.extend(numbered_rows(100))
+        drawn(rb, 5)
+        rb.flush()
+        drawn(rb, 3)
+
+    in_child(live)
     alone = in_memory(0, sampler, 200)
     alone.extend(numbered_rows(100))
     wanted = drawn(alone, 48)
@@ -372,12 +360,8 @@ def test_a_fork_draws_for_itself(store_path: Path) -> None:
         rb.sample()
         rb.flush()
         with rb.sampler._lock:  # type: ignore[attr-defined]  # as the thread that makes batches may hold it
-            child = os.fork()
-            if child == 0:
-                signal.alarm(60)
-                sizes = {batch.shape[0] for batch in rb}
-                os._exit(0 if sizes <= {16, 4} else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            (sizes,) = collect_from_child(lambda tell: tell({len(batch) for batch in rb}))
+        assert sizes <= {16, 4}
         assert rb.sample().shape == (SIZE,)
 
 

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +25,7 @@ from expstore import (
 from expstore.errors import ArgumentError, NotReadyError, SchemaError, StateError, StorageError
 from expstore.rate_limiters import SampleToInsertRatio
 from expstore.storages.format.journal import Journal
-from tests.support.paths import ROOT
+from tests.support.forks import in_child
 
 OBSERVATION = np.arange(4, dtype=np.float32)
 
@@ -151,16 +147,6 @@ def test_steps_that_only_reset_are_left_out(tmp_path: Path, lanes: int | None) -
         assert [entry for entry in counts if entry[0] == "env"] == first
         assert [entry for entry in counts if entry[0] != "env"] == ([] if lanes is None else [("env//1", 11)])
         assert 3 not in rb[:]["action"][:4].tolist() or lanes is not None
-
-
-def test_a_mode_is_gymnasiums(tmp_path: Path) -> None:
-    from gymnasium.vector import AutoresetMode
-
-    with expstore.open(tmp_path / "a.exp") as rb:
-        for mode in AutoresetMode:
-            rb.record(autoreset_mode=mode).close()
-        with pytest.raises(ValueError, match="'NextStep', 'SameStep'"):
-            rb.record(autoreset_mode="next")
 
 
 def _by_lane(rb: Any) -> list[tuple[Any, ...]]:
@@ -440,7 +426,11 @@ def test_root_flags_are_false(tmp_path: Path) -> None:
 
 
 def test_settings_are_checked(tmp_path: Path) -> None:
+    from gymnasium.vector import AutoresetMode
+
     with expstore.open(tmp_path / "a.exp") as rb, rb.record(lanes=2) as episode:
+        for mode in AutoresetMode:
+            rb.record(autoreset_mode=mode).close()
         for name, value in (("lanes", 0), ("flush_steps", 0), ("flush_steps", 1.5)):
             with pytest.raises(ValueError, match=f"{name} must be an integer"):
                 rb.record(**{name: value})
@@ -578,51 +568,24 @@ def test_priorities_that_come_with_the_rows_count() -> None:
     assert set(rb.sample(32)["index"].tolist()) == {2}
 
 
-CHILD = """
-import os, sys
-import numpy as np
-import expstore
-rb = expstore.open(sys.argv[1], capacity=100_000)
-episode = rb.record("env-0", flush_steps=int(sys.argv[2]))
-observation = np.arange(4, dtype=np.float32)
-for k in range(1_000_000):
-    episode.step(observation + k, k, float(k), observation + k + 1, k % 50 == 49, False)
-    os.write(1, b"%d\\n" % k)
-"""
-
-
 @pytest.mark.guarantee(
     "kill/recorder",
     "A kill loses no step of `rb.record`, `expstore.gym.Record` or `RecordVector` that returned; with "
     "`flush_steps=n`, at most the last n - 1.",
 )
-@pytest.mark.slow
 @pytest.mark.parametrize("flush_steps", [1, 16])
 def test_steps_that_returned_survive_a_kill(tmp_path: Path, flush_steps: int) -> None:
-    """All of them; with n steps per flush all but the last n - 1."""
-    path = tmp_path / "a.exp"
-    command = [sys.executable, "-c", CHILD, str(path), str(flush_steps)]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
-    assert child.stdout is not None
-    returned = -1
-    for line in child.stdout:
-        returned = int(line)
-        if returned == 517:
-            child.kill()
-            break
-    with child.stdout:
-        for line in child.stdout:
-            if line.endswith(b"\n"):
-                returned = int(line)
-    assert child.wait() == -signal.SIGKILL
-    with expstore.open(path) as rb:
-        count = len(rb)
-        assert returned + 1 - (flush_steps - 1) <= count <= returned + 2
-        assert rb[:]["action"].tolist() == list(range(count))
-        whole = [(50, "terminated")] * (count // 50)
-        rest = [(count % 50, "cut")] if count % 50 else []
-        assert [(length, status) for _, length, _, status in episodes(rb)] == whole + rest
-    assert os.path.exists(path)
+    def record_some() -> None:
+        episode = expstore.open(tmp_path / "a.exp", capacity=1000).record("env-0", flush_steps=flush_steps)
+        for values in steps(137, length=50):
+            episode.step(*values)
+
+    in_child(record_some)
+    with expstore.open(tmp_path / "a.exp") as rb:
+        count = 137 // flush_steps * flush_steps
+        assert (rb[:] == batch_of(steps(count, length=50))).all()
+        statuses = [(length, status) for _, length, _, status in episodes(rb)]
+        assert statuses == [(50, "terminated")] * 2 + [(count - 100, "cut")]
 
 
 NEXT = {"observation": ("float32", (4,)), "reward": "int64"} | dict.fromkeys(
@@ -630,36 +593,30 @@ NEXT = {"observation": ("float32", (4,)), "reward": "int64"} | dict.fromkeys(
 )
 
 
-@pytest.mark.some(4)
-@pytest.mark.parametrize(
-    ("dtype", "reward", "fits"),
-    [
-        ("int64", 1.7, False),
-        ("int64", 2, True),
-        ("float32", 1e300, False),
-        ("float32", 0.1, True),
-        ("bfloat16", 1.5, True),
-        ("bfloat16", 3.38e38, True),
-        ("bfloat16", 3.4e39, False),
-        ("float32", np.ma.masked_array(1.0, True), False),
-    ],
-)
+REWARDS: list[tuple[str, Any, bool]] = [
+    ("int64", 1.7, False), ("int64", 2, True), ("float32", 1e300, False), ("float32", 0.1, True),
+    ("bfloat16", 1.5, True), ("bfloat16", 3.38e38, True), ("bfloat16", 3.4e39, False),
+    ("float32", np.ma.masked_array(1.0, True), False),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("layout", [None, "arrow"])
-def test_rewards_are_not_changed(tmp_path: Path, dtype: str, reward: Any, fits: bool, layout: Any) -> None:
-    fields: dict[str, Any] = {"observation": ("float32", (4,)), "action": "int64"}
-    fields |= {"next": NEXT | {"reward": dtype}} | ({"text": str} if layout else {})
+def test_rewards_are_not_changed(tmp_path: Path, layout: Any) -> None:
     more = {"text": "a"} if layout else {}
-    with expstore.open(tmp_path / "a.exp", layout=layout, schema=fields) as rb:
-        with rb.record() as episode:
-            step = (OBSERVATION, 1, reward, OBSERVATION, False, False)
-            if fits:
-                episode.step(*step, **more)
-            else:
-                with pytest.raises(SchemaError, match="'next.reward' is .*, and a step has"):
+    for dtype, reward, fits in REWARDS:
+        fields: dict[str, Any] = {"observation": ("float32", (4,)), "action": "int64"}
+        fields |= {"next": NEXT | {"reward": dtype}} | dict.fromkeys(more, str)
+        with expstore.open(tmp_path / "a.exp", mode="w", layout=layout, schema=fields) as rb:
+            with rb.record() as episode:
+                step = (OBSERVATION, 1, reward, OBSERVATION, False, False)
+                if fits:
                     episode.step(*step, **more)
-        assert len(rb) == fits
-        if fits:
-            assert rb[0]["next", "reward"] == torch.tensor(reward).to(getattr(torch, dtype))
+                else:
+                    with pytest.raises(SchemaError, match="'next.reward' is .*, and a step has"):
+                        episode.step(*step, **more)
+            assert len(rb) == fits
+            if fits:
+                assert rb[0]["next", "reward"] == torch.tensor(reward).to(getattr(torch, dtype))
 
 
 def test_flags_of_rows_of_variable_length(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from expstore.samplers import (
     SamplerWithoutReplacement,
 )
 from expstore.storages.memory import MemoryStorage
+from tests.support.threads import in_threads
 
 MakeBatch = Callable[..., TensorDict]
 
@@ -90,11 +90,7 @@ def test_threads_do_not_disturb_one_another() -> None:
             if found != expected[number] or generator is not draws.generator(0):
                 wrong.append(number)
 
-    threads = [threading.Thread(target=work, args=(part,)) for part in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(4, work)
     assert wrong == []
 
 

@@ -18,6 +18,7 @@ from expstore.errors import StateError
 from expstore.storages.read_view import ReadView
 from tests.support.batches import numbered_rows
 from tests.support.forks import in_child
+from tests.support.threads import in_threads
 
 
 class Part(StorePart):
@@ -122,15 +123,11 @@ def test_threads_that_use_a_copy_first_open_one_follower(path: Path) -> None:
     copied.add_part(part)
     start = threading.Barrier(8)
 
-    def use() -> None:
+    def use(_: int) -> None:
         start.wait()
         _ = copied.storage
 
-    threads = [threading.Thread(target=use) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(8, use)
     assert part.attached == [copied.storage]
     copied.close()
     handle.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +40,22 @@ def make_envs(
 
 
 class FakeBuffer:
-    """Keeps what it is given; drops rows with trajectory id -1, as the buffer does."""
+    """Keeps what it is given; drops rows with trajectory id -1, as the buffer does.
 
-    def __init__(self) -> None:
+    Args:
+        failure: Is raised once, by the `extend` after `at` batches were stored.
+        at: Number of batches.
+        stores: Whether that `extend` stores its rows first.
+        others: Number of rows that others write meanwhile.
+    """
+
+    def __init__(
+        self, failure: BaseException | None = None, *, at: int = 0, stores: bool = False, others: int = 0
+    ) -> None:
         self.batches: list[TensorDict] = []
         self.sources: list[str | None] = []
         self.ended: list[str | None] = []
-        self.before_store: Callable[[], None] = lambda: None
-        self.after_store: Callable[[], None] = lambda: None
+        self.failure, self.at, self.stores, self.others = failure, at, stores, others
         self.rows_of_others = 0
 
     @property
@@ -56,10 +64,14 @@ class FakeBuffer:
         return own + self.rows_of_others
 
     def extend(self, data: TensorDict, *, source: str | None = None) -> None:
-        self.before_store()
-        self.batches.append(data.clone())
-        self.sources.append(source)
-        self.after_store()
+        failure = self.failure if len(self.batches) == self.at else None
+        if failure is None or self.stores:
+            self.batches.append(data.clone())
+            self.sources.append(source)
+        if failure is not None:
+            self.failure = None
+            self.rows_of_others += self.others
+            raise failure
 
     def lanes(self) -> list[TensorDict]:
         """Return each lane's transitions in time order."""
@@ -398,14 +410,7 @@ def test_a_step_that_got_lost_ends_the_episodes_it_was_in(mode: AutoresetMode) -
 
 
 def test_rows_stored_when_ctrl_c_came_are_not_stored_again() -> None:
-    rb = FakeBuffer()
-    errors = iter([KeyboardInterrupt()])
-
-    def interrupt() -> None:
-        for error in errors:
-            raise error
-
-    rb.after_store = interrupt
+    rb = FakeBuffer(KeyboardInterrupt(), stores=True)
     with (
         pytest.raises(KeyboardInterrupt),
         LaneCollector(make_envs(), constant_policy, rb, steps_per_lane=5) as collector,
@@ -414,53 +419,19 @@ def test_rows_stored_when_ctrl_c_came_are_not_stored_again() -> None:
     assert len(rb.batches) == 1
 
 
-def test_rows_that_were_refused_stay_pending() -> None:
-    rb = FakeBuffer()
-    errors = iter([OSError("disk full")])
-
-    def refuse() -> None:
-        for error in errors:
-            raise error
-
-    rb.before_store = refuse
+@pytest.mark.parametrize(("failure", "others"), [(OSError("disk full"), 0), (NotReadyError("limited"), 20)])
+def test_rows_that_were_refused_stay_pending(failure: Exception, others: int) -> None:
+    rb = FakeBuffer(failure, others=others)
     collector = LaneCollector(make_envs(), by_observation, rb, steps_per_lane=5)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(type(failure)):
         collector.collect(100)
+    assert not rb.batches
     collector.collect(150)
     assert_same_episodes(collected(make_envs(), by_observation), rb)
 
 
-def test_rows_that_were_refused_while_others_wrote_stay_pending() -> None:
-    rb = FakeBuffer()
-    errors = iter([NotReadyError("rate limited")])
-
-    def refuse() -> None:
-        for error in errors:
-            rb.rows_of_others += 20
-            raise error
-
-    rb.before_store = refuse
-    collector = LaneCollector(make_envs(), by_observation, rb, steps_per_lane=5)
-    with pytest.raises(NotReadyError, match="rate limited"):
-        collector.collect(100)
-    assert not rb.batches
-    collector.collect(150)
-    for lane in rb.lanes():
-        assert_linked(lane, ["observation"])
-        assert int(lane["observation"][0, 0]) % 100 == 0
-
-
 def test_ctrl_c_while_others_write_leaves_out_no_step() -> None:
-    rb = FakeBuffer()
-    errors = iter([KeyboardInterrupt()])
-
-    def interrupt() -> None:
-        if len(rb.batches) == 2:
-            for error in errors:
-                rb.rows_of_others += 1
-                raise error
-
-    rb.before_store = interrupt
+    rb = FakeBuffer(KeyboardInterrupt(), at=2, others=1)
     with LaneCollector(make_envs(lengths=(9, 20)), by_observation, rb, steps_per_lane=5) as collector:
         with pytest.raises(KeyboardInterrupt):
             collector.collect(60)
@@ -471,22 +442,16 @@ def test_ctrl_c_while_others_write_leaves_out_no_step() -> None:
 
 
 def test_the_first_error_is_raised() -> None:
-    rb = FakeBuffer()
-
-    def refuse() -> None:
-        raise OSError("disk full")
-
-    rb.before_store = refuse
     policy = Interrupting(3, RuntimeError("policy broke"))
     with (
         pytest.raises(RuntimeError, match="policy broke") as caught,
-        LaneCollector(make_envs(lengths=(9, 9)), policy, rb) as collector,
+        LaneCollector(make_envs(lengths=(9, 9)), policy, FakeBuffer(OSError("disk full"))) as collector,
     ):
         collector.collect(100)
     assert caught.value.__notes__ == ["4 pending transitions could not be stored either: disk full"]
     with (
         pytest.raises(OSError, match="disk full"),
-        LaneCollector(make_envs(), constant_policy, rb) as collector,
+        LaneCollector(make_envs(), constant_policy, FakeBuffer(OSError("disk full"))) as collector,
     ):
         collector.collect(1)
 

@@ -208,10 +208,11 @@ def test_interleaved_collectors_are_warned_of_once(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [MultiSyncCollector, MultiAsyncCollector])
-def test_collectors_of_several_processes_fill_rows_in_ram(make: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(("make", "workers"), [(MultiSyncCollector, 1), (MultiAsyncCollector, 2)])
+def test_collectors_of_several_processes_fill_rows_in_ram(make: Callable[..., Any], workers: int) -> None:
     rb = expstore.TensorDictReplayBuffer(storage=expstore.LazyTensorStorage(1000), batch_size=8, shared=True)
-    collector = make([Make(0), Make(1)], None, frames_per_batch=10, total_frames=50, replay_buffer=rb)
+    environments = [Make(worker) for worker in range(workers)]
+    collector = make(environments, None, frames_per_batch=10, total_frames=50, replay_buffer=rb)
     for _ in collector:
         rb.sample()
     collector.shutdown()

@@ -55,13 +55,14 @@ def test_starts_follow_new_and_changed_rows(by: Any) -> None:
     assert starts(rb) == possible(rb, 4)
 
 
-def test_starts_follow_more_changes_than_are_remembered() -> None:
+def test_starts_follow_more_changes_than_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("expstore.samplers.filter._KEPT", 20)
     rb = memory_buffer(400, sampler=SliceSampler(slice_len=LENGTH, by="start", where="value = 4"))
     for trajectory in range(1, 81):
         rb.extend(rows(trajectory, 4))
     rb.refresh()
     assert starts(rb) == possible(rb, 4)
-    for place in range(300):
+    for place in range(1, 121, 4):
         changed = rb[place : place + 1]
         changed["value"] = (changed["value"] + 1) % 5
         rb[place : place + 1] = changed

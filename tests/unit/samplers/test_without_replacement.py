@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 
 import numpy as np
 import torch
@@ -12,6 +11,7 @@ from expstore import SamplerWithoutReplacement, TensorDictReplayBuffer
 from expstore.core.draws import Draws
 from expstore.samplers.without_replacement import permute
 from tests.support.batches import memory_buffer, numbered_rows
+from tests.support.threads import in_threads
 
 
 def numbers(rb: TensorDictReplayBuffer) -> list[list[int]]:
@@ -85,13 +85,9 @@ def test_threads_share_a_pass() -> None:
     rb.extend(numbered_rows(3000))
     drawn: list[int] = []
 
-    def work() -> None:
+    def work(_: int) -> None:
         for _ in range(75):
             drawn.extend(rb.sample()["number"].tolist())
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(4, work)
     assert sorted(drawn) == list(range(3000))

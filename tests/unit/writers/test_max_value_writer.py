@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import pickle
-import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -29,6 +27,7 @@ from expstore.samplers import ConsumingSampler, PrioritizedSampler
 from expstore.storages.memory import MemoryStorage
 from expstore.writers.writers import RoundRobinWriter, TensorDictMaxValueWriter
 from tests.support.batches import buffer_factory
+from tests.support.forks import in_child
 
 pytestmark = pytest.mark.usefixtures("no_syncs", "no_index_on_close")
 
@@ -353,19 +352,6 @@ def _fail(*_: Any, **__: Any) -> None:
     raise OSError("no more")
 
 
-def _killed(work: Callable[[], None]) -> None:
-    """Run `work`, which is to kill itself, in a fork."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            torch.set_num_threads(1)  # OpenMP's threads were left behind in the parent
-            work()
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(pid, 0)
-    assert os.WIFSIGNALED(status)
-
-
 @pytest.mark.guarantee("kill/best")
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_kill_leaves_rows_with_their_priorities(
@@ -385,9 +371,8 @@ def test_a_kill_leaves_rows_with_their_priorities(
         rb.update_priority([0, 25], [0.5, 0.25])
         rb.storage.write_values()  # as the background thread does ten times a second
         rb.extend(rows([200.0], 50))
-        os.kill(os.getpid(), signal.SIGKILL)
 
-    _killed(life)
+    in_child(life)
     with expstore.open(path, mode="r") as follower:
         seen = follower.sql("SELECT number, _priority FROM transitions ORDER BY _index").fetchall()
         assert follower.write_count == 51
