@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import heapq
+import math
 import random
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +272,76 @@ def test_workers_start_groups_and_lose_them_when_they_are_killed(tmp_path: Path)
 # -- lengths and lags ------------------------------------------------------------------------------------
 
 
+def compare(some: list[int], others: list[int]) -> float:
+    """Return the p-value of the Kolmogorov-Smirnov test of two samples, by its limit for large ones."""
+    values = np.concatenate([some, others])
+    shares = [np.searchsorted(np.sort(one), values, "right") / len(one) for one in (some, others)]
+    distance = np.abs(shares[0] - shares[1]).max()
+    size = math.sqrt(len(some) * len(others) / len(values))
+    scaled = (size + 0.12 + 0.11 / size) * distance
+    terms = [(-1) ** (k - 1) * math.exp(-2 * k * k * scaled * scaled) for k in range(1, 101)]
+    return 1.0 if scaled < 0.2 else 2 * sum(terms)
+
+
+class Simulation:
+    """Workers that write groups of log-normal lengths, and a learner, in virtual time.
+
+    Args:
+        rb: The buffer.
+        admits: Whether groups are started by `rb.groups.start`; otherwise whenever a worker is free.
+    """
+
+    GROUPS, MAX_LAG, WORKERS = 4, 3, 24
+
+    def __init__(self, rb: Any, *, admits: bool, seed: int) -> None:
+        self.rb, self.admits = rb, admits
+        self.learner = learn(rb, self.GROUPS, max_lag=self.MAX_LAG)
+        self.numbers = np.random.default_rng(seed)
+        self.submitted: dict[int, int] = {}  # lengths by group
+        self.versions: dict[int, int] = {}
+        self.trained: list[int] = []
+        self.lags: list[int] = []
+
+    def start(self, version: int) -> int | None:
+        """Start a group; None: it would lag."""
+        if not self.admits:
+            return len(self.submitted)
+        try:
+            return int(self.rb.groups.start(version=version).id)
+        except NotReadyError:
+            return None
+
+    def train(self) -> None:
+        """Draw batches while there are any, one per unit of time at most."""
+        number = self.learner.position["draw"]
+        for group in drawn(self.learner):
+            self.trained.append(group)
+            self.lags.append(number - self.versions[group])
+
+    def run(self, groups: int) -> None:
+        """Run until this many groups were trained on."""
+        now, free, events = 0.0, self.WORKERS, [(0.0, 0)]
+        while len(self.trained) < groups:
+            now, ended = heapq.heappop(events)
+            if ended:
+                write(self.rb, ended, self.versions[ended], length=self.submitted[ended])
+                free += 1
+            else:
+                with_batch = True
+                try:
+                    self.train()
+                except NotReadyError:
+                    with_batch = False
+                heapq.heappush(events, (now + (1.0 if with_batch else 0.1), 0))
+            version = self.learner.position["draw"]
+            while free and (group := self.start(version)) is not None:
+                group = group or 1 << 40
+                length = int(np.clip(np.exp(self.numbers.normal(2.0, 1.0)), 2, 60))  # 30 times apart
+                self.submitted[group], self.versions[group] = length, version
+                heapq.heappush(events, (now + length / 8, group))
+                free -= 1
+
+
 @pytest.mark.guarantee(
     "consumers/admission",
     "Groups that `rb.groups.start` starts are never further behind than `max_lag`, and the lengths of those "
@@ -279,36 +349,25 @@ def test_workers_start_groups_and_lose_them_when_they_are_killed(tmp_path: Path)
 )
 @pytest.mark.slow
 def test_lengths_that_are_trained_on_are_those_that_were_submitted(tmp_path: Path) -> None:
-    """Workers write groups of log-normal lengths in virtual time, and a learner draws them.
+    """Every group is trained on, in the order of the starts: whether it is does not depend on its length.
 
-    Every group is trained on, in the order of the starts: whether it is does not depend on its length.
+    Where workers start groups at any time, the long ones are discarded, which a test of the lengths sees.
     """
-    numbers, free, events = np.random.default_rng(7), 24, [(0.0, 0)]
-    submitted, trained = dict[int, tuple[int, int]](), list[int]()  # length and version by group
-    with opened(tmp_path / "a.exp") as rb:
-        learner = learn(rb, 4, max_lag=3)
-        while len(trained) < 120:
-            now, ended = heapq.heappop(events)
-            number = learner.position["draw"]
-            if ended:
-                length, version = submitted[ended]
-                write(rb, ended, version, length=length)
-                free += 1
+    for admits in (True, False):
+        with opened(tmp_path / f"{admits}.exp") as rb:
+            run = Simulation(rb, admits=admits, seed=7)
+            run.run(300)
+            lengths = [run.submitted[group] for group in run.trained]
+            discarded = rb.groups("status = 'discarded' AND reason = 'lag'").arrow().num_rows
+            assert len(set(run.trained)) == len(run.trained)
+            if admits:
+                assert run.trained == list(run.submitted)[: len(run.trained)]
+                assert len(set(lengths)) > 30
+                assert max(run.lags) <= run.MAX_LAG
+                assert discarded == 0
             else:
-                heapq.heappush(events, (now + 0.5, 0))
-                with suppress(NotReadyError):
-                    groups = drawn(learner)
-                    assert all(number - submitted[group][1] <= 3 for group in groups)
-                    trained += groups
-            with suppress(NotReadyError):
-                while free:
-                    version = learner.position["draw"]
-                    group = rb.groups.start(version=version).id
-                    submitted[group] = int(np.clip(np.exp(numbers.normal(2.0, 1.0)), 2, 60)), version
-                    heapq.heappush(events, (now + submitted[group][0] / 8, group))
-                    free -= 1
-    assert trained == list(submitted)[: len(trained)]
-    assert len({submitted[group][0] for group in trained}) > 20
+                assert discarded > 100
+                assert compare(lengths, list(run.submitted.values())) < 1e-6
 
 
 @pytest.mark.guarantee("consumers/admission")
@@ -361,6 +420,22 @@ def test_no_group_lags_whatever_happens(seed: int, tmp_path: Path) -> None:
 # -- what is refused -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"version": -1}, "version must be at least 0"),
+        ({"version": "new"}, "version"),
+        ({"version": 0, "timeout": -1}, "timeout"),
+        ({"version": 0, "consumer": 3}, "consumer must be a name"),
+    ],
+)
+def test_wrong_arguments(options: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with opened(tmp_path / "a.exp") as rb:
+        learn(rb)
+        with pytest.raises(ArgumentError, match=words):
+            rb.groups.start(**options)
+
+
 def test_wrong_uses(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "plain.exp") as rb, pytest.raises(StateError, match="no groups"):
         rb.groups.start(version=0)
@@ -371,19 +446,12 @@ def test_wrong_uses(tmp_path: Path) -> None:
                 with pytest.raises(NotReadyError, match="no consumer that limits the lag"):
                     rb.groups.start(version=0)
         with learn(rb), rb.consumer("critic", sampler=GroupSampler(1, max_lag=0)):
-            cases: list[tuple[dict[str, Any], type[Exception], str]] = [
-                ({}, ArgumentError, "2 open consumers .*: learner, critic"),
-                ({"consumer": "judge"}, NotReadyError, "no consumer 'judge'"),
-                ({"consumer": 3}, ArgumentError, "consumer must be a name"),
-                ({"version": -1}, ArgumentError, "version must be at least 0"),
-                ({"version": "new"}, ArgumentError, "version"),
-                ({"timeout": -1}, ArgumentError, "timeout"),
-            ]
-            for options, error, words in cases:
-                with pytest.raises(error, match=words):
-                    rb.groups.start(**{"version": 0, **options})
+            with pytest.raises(ArgumentError, match="2 open consumers .*: learner, critic"):
+                rb.groups.start(version=0)
             rb.groups.start(version=0, consumer="learner")
             assert refused(lambda: rb.groups.start(version=0, consumer="critic")) == (0, 1)
+            with pytest.raises(NotReadyError, match="no consumer 'judge'"):
+                rb.groups.start(version=0, consumer="judge")
         rb.flush()
         with opened(tmp_path / "a.exp", mode="r") as reader, pytest.raises(StateError):
             reader.groups.start(version=0)
