@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +29,24 @@ def _open(path: Path, url: str, **settings: Any) -> expstore.TensorDictReplayBuf
 
 
 def _make_trouble(kind: str, server: S3Server) -> None:
-    """Spoil a third of the requests, before the server has seen them or after."""
-    rng = random.Random(11)  # with others, one request of an opening fails more often than it is repeated
+    """Spoil a third of the requests, before the server has seen them or after.
+
+    None is spoiled more than four times in a row: an opening repeats each request five times, and then fails.
+    """
+    rng, in_a_row = random.Random(7), Counter[tuple[str, str]]()
+
+    def spoils(request: Request) -> bool:
+        key = request.method, request.path
+        in_a_row[key] = in_a_row[key] + 1 if rng.random() < 0.3 and in_a_row[key] < 4 else 0
+        return in_a_row[key] > 0
 
     def before(request: Request) -> int | None:
         if kind == "late":
             time.sleep(rng.random() * 0.05)  # not to synchronize: answers come late, in another order
-        return int(kind) if kind.isdigit() and rng.random() < 0.3 else None
+        return int(kind) if kind.isdigit() and spoils(request) else None
 
     def after(request: Request) -> int | None:
-        return 500 if kind == "lost" and rng.random() < 0.3 else None
+        return 500 if kind == "lost" and spoils(request) else None
 
     server.before, server.after = before, after
 
