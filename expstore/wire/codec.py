@@ -690,7 +690,7 @@ def _depth(kind: Any) -> int:
 
 
 def to_plain_array(values: Array) -> Any:
-    """Return numbers or flags as an Arrow array, which shares the memory of numbers. Shape `(n,)`, contiguous.
+    """Return numbers or flags as an Arrow array that shares memory of numbers. Shape `(n,)`, contiguous.
 
     Arrow's own conversion loads pandas if it is installed: half a second, and 45 MB of a server's memory.
     """
