@@ -76,8 +76,11 @@ LONG_FILES = (
 )
 
 
-#: Tests about file systems, and about rows that are not in memory. They need a disk.
-ABOUT_DISKS = ("unit/disk/", "unit/storages/columns/test_cold_rows.py")
+#: Tests about file systems, rows that are not in memory, and the space of files. They need a disk.
+ABOUT_DISKS = (
+    *("unit/disk/", "unit/storages/columns/test_cold_rows.py"),
+    "unit/storages/snapshots/test_rebuild.py",
+)
 #: Folders of tests about files, whose stores treat holes in files as they do on a disk.
 ABOUT_FILES = ("crash/", "fuzz/", "property/", "unit/maintenance/", "unit/storages/")
 

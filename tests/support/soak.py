@@ -126,10 +126,10 @@ class Worker(threading.Thread):
             self.error = f"{type(exc).__name__}: {exc}"
 
     def work(self) -> None:
-        """Do rounds, each after `wait_for_turn`."""
+        """Do rounds, each after `wait_for_round`."""
         raise NotImplementedError
 
-    def wait_for_turn(self) -> bool:
+    def wait_for_round(self) -> bool:
         """Wait until the next round is due; return whether it should be done."""
         stops = self.stopping.wait(max(0.0, self._due - time.monotonic()))
         self._due += self.period
@@ -154,7 +154,7 @@ class Client(Worker):
                 retries=Retries(seconds=PATIENCE),
             ) as rb:
                 for _ in range(10):
-                    if not self.wait_for_turn():
+                    if not self.wait_for_round():
                         return
                     rb.extend(
                         transitions(ROWS, start=ROWS * self.rounds, episode_length=20),
@@ -192,7 +192,7 @@ class Learner(Worker):
                 for _ in range(20):
                     drawn = []
                     for _ in range(6):
-                        if not self.wait_for_turn():
+                        if not self.wait_for_round():
                             return
                         drawn.append(learner.sample()["id"].tolist())
                     learner.seek("committed")
@@ -212,12 +212,12 @@ class Agent(Worker):
             url = f"{self.server}/episodes/agent-{self.number}-{episode}"
             messages = [{"role": "system", "content": "Be brief. " * 50}]
             with httpx.Client(timeout=PATIENCE) as client:
-                for turn in range(4):
-                    if not self.wait_for_turn():
+                for cycle in range(4):
+                    if not self.wait_for_round():
                         return
-                    word = rng.choice(["tool", "hello", "500", "die"] if turn == 1 else ["hello"])
+                    word = rng.choice(["tool", "hello", "500", "die"] if cycle == 1 else ["hello"])
                     messages.append({"role": "user", "content": word})
-                    body = {"model": "fake", "messages": messages, "stream": turn % 2 == 0}
+                    body = {"model": "fake", "messages": messages, "stream": cycle % 2 == 0}
                     answer = client.post(f"{url}/v1/chat/completions", json=body)
                     assert answer.status_code == {"500": 500, "die": 502}.get(word, 200), answer.text
                     messages.append({"role": "assistant", "content": f"{word}!"})
@@ -235,23 +235,23 @@ class Browser(Worker):
     def work(self) -> None:
         while not self.stopping.is_set():
             with httpx.Client(base_url=f"{self.server}/v1/stores/{self.store}", timeout=PATIENCE) as client:
-                for turn in range(20):
-                    if not self.wait_for_turn():
+                for cycle in range(20):
+                    if not self.wait_for_round():
                         return
                     for path in ("/summary", "/consumers"):
                         self._ask(client, path)
                     with client.stream("GET", "/events?count=1") as answer:
                         answer.read()
-                    if turn % 4 == 0:
+                    if cycle % 4 == 0:
                         self._look_around(client)
 
     def _look_around(self, client: httpx.Client) -> None:
         for path in ("/series?y=return&by=source&x=time", "/facets", "/odd", "/changes", "/relations"):
             self._ask(client, path)
-        shown = self._ask(client, "/episodes?limit=20&order=-episode_id&where=live_rows > 0")
-        if shown is not None:
-            for row in shown["rows"][:2]:
-                number = row[shown["columns"].index("episode_id")]
+        listed = self._ask(client, "/episodes?limit=20&order=-episode_id&where=live_rows > 0")
+        if listed is not None:
+            for row in listed["rows"][:2]:
+                number = row[listed["columns"].index("episode_id")]
                 self._ask(client, f"/episodes/{number}?start=0&count=10")
         self._ask(client, "/sample/preview", {"sampler": {"kind": "uniform"}, "batches": 5})
         self._ask(client, "/sql", {"query": "SELECT source, count(*) FROM episodes GROUP BY ALL LIMIT 50"})

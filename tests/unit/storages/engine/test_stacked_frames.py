@@ -133,6 +133,17 @@ def play(steps: int, lanes: int, seed: int, *, last_axis: bool) -> tuple[Any, An
     return found[0], found[1]
 
 
+def copy_running(path: Path, target: Path) -> None:
+    """Copy a store that a thread may be packing: a file that leaves meanwhile begins the copy anew."""
+    while True:
+        try:
+            shutil.copytree(path, target)
+        except shutil.Error:
+            shutil.rmtree(target)
+        else:
+            return
+
+
 @pytest.mark.guarantee("rows/bits")
 @settings(deadline=None, max_examples=4)
 @given(
@@ -174,7 +185,7 @@ def test_every_byte_of_stacks_is_kept(
             else:
                 for row in rows.unbind(0):
                     rb.add(row)
-        shutil.copytree(path, path.parent / "killed.exp")
+        copy_running(path, path.parent / "killed.exp")
         check(rb)
         with expstore.open(path, mode="r") as reader:
             check(reader)
