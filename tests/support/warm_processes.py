@@ -90,9 +90,13 @@ class Parent:
         self._owner = os.getpid()
         with there:
             if inherited is not None:
-                socket.send_fds(inherited, [struct.pack("<I", 0)], [there.fileno()])
-                inherited.close()
-                return
+                try:
+                    socket.send_fds(inherited, [struct.pack("<I", 0)], [there.fileno()])
+                    inherited.close()
+                except OSError:  # that process has ended, or a test has closed the socket: start another one
+                    inherited.detach()
+                else:
+                    return
             self._starter = self._owner
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.support.warm_processes", str(there.fileno()), *self._modules],
