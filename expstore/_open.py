@@ -23,6 +23,7 @@ from expstore.buffers.sample_units import check_unit
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.cold.object_storage import ObjectStorage, is_object_url
 from expstore.cold.reader import open_cached
+from expstore.cold.ship_request import ShipRequests
 from expstore.cold.ship_settings import Ship
 from expstore.core.arguments import check_capacity, check_whole, refuse_keywords, refuse_unknown
 from expstore.core.retention_policy import Retain
@@ -233,6 +234,8 @@ def open(
             except BaseException:
                 rb.close()
                 raise
+        if mode != "r":
+            storage.holders.requests = ShipRequests()
     if new:
         _logger.info("created a new store: %s", path)
     return rb

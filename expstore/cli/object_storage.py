@@ -40,9 +40,10 @@ PRUNE_NOTES = (
 )
 
 SHIP_NOTES = (
-    "Also makes the store of what was shipped before, if its folder is empty or missing. A store that "
-    "another process writes to cannot be shipped from here, because only its writer knows what has changed: "
-    f'open it there with expstore.open(path, ship="s3://..."), or use expstore serve --ship. {_ENVIRONMENT}'
+    "Also makes the store of what was shipped before, if its folder is empty or missing. If another process "
+    "writes to the store, it is asked to ship the store until it closes it, with the credentials of its own "
+    "environment; the command returns once everything is shipped. The next opening does not ship by itself: "
+    f'use expstore.open(path, ship="s3://...") or expstore serve --ship there. {_ENVIRONMENT}'
 )
 
 Url = Annotated[
@@ -170,10 +171,11 @@ def ship(
     url: Annotated[str, typer.Argument(metavar="URL", help="Where to ship it, such as s3://bucket/run.")],
     as_json: Json = False,
 ) -> int:
-    """Ship a store that no process has open to an object storage, or restore it from there."""
+    """Ship a store to an object storage, also beside its running writer, or restore it from there."""
     from contextlib import closing
 
     from expstore.cold.ship import Shipper
+    from expstore.cold.ship_request import ask_writer
     from expstore.cold.ship_settings import Ship
     from expstore.disk.files import Disk
     from expstore.errors import LockedError, NotFoundError
@@ -188,15 +190,13 @@ def ship(
         )
     try:
         storage = open_storage(store)
-    except LockedError as exc:
-        raise exc.with_hint(
-            "only the process that has it open can ship it: expstore.open(path, ship=...), or "
-            "expstore serve --ship"
-        ) from exc
-    with closing(storage):
-        shipper.start(storage)
-        shipper.wait(_SHIP_SECONDS)
-        facts = shipper.stats()
+    except LockedError:
+        facts = ask_writer(store, url)
+    else:
+        with closing(storage):
+            shipper.start(storage)
+            shipper.wait(_SHIP_SECONDS)
+            facts = shipper.stats()
     if as_json:
         print_json({"path": str(store), "shipped": facts})
     else:

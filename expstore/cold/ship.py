@@ -184,7 +184,8 @@ class Shipper:
 
         Raises:
             StateError: The address has another store, another folder has shipped to it, or the folder is
-                older than what it has shipped; or the server ignores conditional writes.
+                older than what it has shipped; the server ignores conditional writes; or the store was closed
+                meanwhile.
             LockedError: Another writer claims the address at the same time.
             RemoteError: The server does not answer, or refuses a request.
         """
@@ -195,7 +196,9 @@ class Shipper:
             self._check_fits(storage, newest)
             self._rows, self._last_id = newest.state["rows"], newest.state["last"]
         self._storage = weakref.ref(storage)
-        storage.holders.shipping = self
+        with storage.lock:
+            storage.writer()  # it may have been closed meanwhile
+            storage.holders.shipping = self
         self._thread = threading.Thread(target=self._run, name="expstore-ship", daemon=True)
         self._thread.start()
 
@@ -262,7 +265,7 @@ class Shipper:
     def _work(self, begun: float) -> bool:
         """Ship what has changed; return whether all earlier writes are shipped now."""
         storage = None if self._storage is None else self._storage()
-        if storage is None:  # it is being garbage-collected
+        if storage is None or storage.closed:  # it is being garbage-collected, or was closed meanwhile
             self._is_over = True
             return False
         try:

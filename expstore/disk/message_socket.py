@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from expstore.errors import RemoteError, StateError
 
-#: Bytes of every message.
+#: Bytes of a message of a shared buffer.
 MESSAGE_BYTES = 16
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _POLL = np.dtype([("fd", "i4"), ("events", "i2"), ("revents", "i2")])
@@ -101,10 +101,10 @@ class MessageSocket:
         else:
             socket.send_fds(self._sock, [message], [descriptor])
 
-    def receive(self) -> bytes:
-        """Wait for a message; b"": the other end is closed."""
+    def receive(self, most: int = MESSAGE_BYTES) -> bytes:
+        """Wait for a message of at most so many bytes; b"": the other end is closed."""
         try:
-            return self._sock.recv(MESSAGE_BYTES)
+            return self._sock.recv(most)
         except ConnectionError:
             return b""
 

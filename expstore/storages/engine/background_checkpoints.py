@@ -22,6 +22,7 @@ from expstore.core import tuning
 from expstore.disk.threads import Job, Threads
 from expstore.errors import ExpStoreError
 from expstore.storages.engine.checkpointer import Checkpointable, Checkpointer
+from expstore.storages.read_view import Holders
 
 #: The longest interval between two heartbeats for other processes.
 BEAT_SECONDS = 0.25
@@ -35,6 +36,9 @@ LOOK_SECONDS = 0.05
 
 class Settled(Checkpointable, Protocol):
     """The interface of a store that `Keeper` uses."""
+
+    #: What uses the store, and takes requests of other processes.
+    holders: Holders
 
     @property
     def checkpoints(self) -> Checkpointer:
@@ -133,6 +137,8 @@ class Keeper:
         # A failure is recorded in the store's health: the next write raises it.
         with contextlib.suppress(ExpStoreError):
             act(store)
+            if store.holders.requests is not None:
+                store.holders.requests.look(store)
         del store  # the store may be garbage-collected here, where no lock is held
         if self._hurried or (self._noted and self._checkpoint_due is None):
             self.due = 0.0  # the scheduler does not look at a store while something is done for it

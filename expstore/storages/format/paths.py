@@ -23,6 +23,8 @@ RENUMBERED = "renumbered"
 SEGMENTS = "segments"
 #: In a store that is shipped to an object storage: the claims under which its content was shipped.
 SHIPPED = "SHIPPED"
+#: While a command asks the writer to ship the store: where the command listens.
+SHIP_REQUEST = "SHIP_REQUEST"
 STATE = "STATE"
 #: In a folder that is a snapshot, which has no writer.
 VERSION = "version.json"
