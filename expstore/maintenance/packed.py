@@ -149,14 +149,18 @@ class PackedFiles:
                 at += HEADER_BYTES + head[0]
                 continue
             broken = True
-            step = next((n for n in range(1, len(data) - HEADER_BYTES) if self._begins(data, n, lap)), 0)
+            step = self._find_header(data, lap)
             after = file.next_data(at + len(data)) - HEADER_BYTES - self._most
             at += step or max(1, len(data) - HEADER_BYTES, after - at)
 
-    def _begins(self, data: bytes, at: int, lap: int) -> bool:
-        """Return whether a chunk's header may be at this position."""
-        size, number, told = struct.unpack_from("<III", data, at)
-        return 16 < size <= self._most and number < self.packing.chunks and lap in (-1, told)
+    def _find_header(self, data: bytes, lap: int) -> int:
+        """Return the first position after 0 at which a chunk's header may be; 0: there is none."""
+        count = max(0, len(data) - HEADER_BYTES - 1)
+        size, number, told = (np.ndarray((count,), "<u4", data, 1 + at, (1,)) for at in (0, 4, 8))
+        may = (size > 16) & (size <= self._most) & (number < self.packing.chunks)
+        if lap >= 0:
+            may &= told == lap
+        return int(may.argmax()) + 1 if may.any() else 0
 
     @property
     def _most(self) -> int:

@@ -242,9 +242,11 @@ def segment_faults(disk: Disk, folder: Path) -> list[tuple[Path, int, str]]:
             if padding.strip(b"\0"):
                 faults.append((path, start, "there is something between this record and the next"))
             found = parse_record(data, end, salt)
-        rest = data[end:].lstrip(b"\0")
-        if rest:
-            faults.append((path, len(data) - len(rest), "the last record is followed by other bytes"))
+        rest = np.frombuffer(data, np.uint8, offset=end)
+        if rest.any():
+            faults.append(
+                (path, end + int((rest != 0).argmax()), "the last record is followed by other bytes")
+            )
         if len(data) < length:
             faults.append((path, len(data), f"it is cut off, {length} bytes are expected"))
         if is_opening:
