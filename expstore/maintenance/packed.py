@@ -241,13 +241,13 @@ class PackedFiles:
         each, first = self.packing.parts, lap * (self.column.slots or 0) + slot
         return np.arange(first * each, (first + count) * each)
 
-    def _list_chunks_of(
-        self, parts: IntArray
-    ) -> Iterator[tuple[tuple[int, int], NDArray[np.bool_], IntArray]]:
+    def _list_chunks_of(self, parts: IntArray) -> Iterator[tuple[tuple[int, int], IntArray, IntArray]]:
         """Yield lap and number of each chunk of some parts, which parts are in it, and their places in it."""
         each, slots = self.packing.chunk_parts, self.column.slots
-        for number in np.unique(parts // each).tolist():
-            mine = parts // each == number
+        chunks = parts // each
+        order = np.argsort(chunks, kind="stable")
+        numbers, starts = np.unique(chunks[order], return_index=True)
+        for number, mine in zip(numbers.tolist(), np.split(order, starts[1:]), strict=False):
             name = (0, number) if slots is None else divmod(number, slots // self.packing.rows)
             yield name, mine, parts[mine] % each
 
