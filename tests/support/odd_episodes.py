@@ -41,11 +41,14 @@ def make_episodes(kind: str, seed: int, count: int = 300) -> Iterator[tuple[Epis
 def _reach(rng: np.random.Generator, gain: float) -> dict[str, Any]:
     """Return the rows of one attempt: joints of 4 values, actions of 2, a camera and rewards."""
     length = int(rng.integers(30, 80))
-    place, goal = rng.uniform(-1, 1, 4), rng.uniform(-0.7, 0.7, 2)
+    place, goal = rng.uniform(-1, 1, 4).tolist(), rng.uniform(-0.7, 0.7, 2)
     places, actions = [place], []
-    for _ in range(length):
-        action = np.clip(gain * 5 * (goal - place[:2]) + rng.normal(0, 0.2, 2), -1, 1)
-        place = np.r_[place[:2] + 0.1 * action, 0.9 * place[2:] + 0.05 * action] + rng.normal(0, 0.005, 4)
+    for noise in rng.normal(0, [0.2] * 2 + [0.005] * 4, (length, 6)).tolist():
+        ahead = [wanted - at for wanted, at in zip(goal.tolist(), place[:2], strict=True)]
+        action = [min(max(gain * 5 * way + more, -1), 1) for way, more in zip(ahead, noise, strict=False)]
+        reached = [at + 0.1 * force for at, force in zip(place[:2], action, strict=True)]
+        reached += [0.9 * at + 0.05 * force for at, force in zip(place[2:], action, strict=True)]
+        place = [at + more for at, more in zip(reached, noise[2:], strict=True)]
         places.append(place)
         actions.append(action)
     joints = np.array(places, np.float32)
