@@ -348,6 +348,7 @@ class Shipper:
         self._pages = pages
 
     def _note_failure(self, exc: Exception) -> None:
+        self._log.forget_parts()
         self._failures += 1
         self._failed_in_row += 1
         text = str(exc) or repr(exc)

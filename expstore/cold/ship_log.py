@@ -316,6 +316,14 @@ class ShipLog:
         self._parts.add(name)
         return name
 
+    def forget_parts(self) -> None:
+        """Forget which parts were named, after a failure: the next sweep asks the server which there are.
+
+        Otherwise names would pile up while uploads fail, because each attempt names new parts.
+        """
+        self._parts.clear()
+        self._is_listed = False
+
     def commit(self, state: dict[str, Any], uuid: str, captured: float, pushes: Iterable[str] = ()) -> None:
         """Ship a state that continues `newest`, all of whose parts are uploaded, and confirm it.
 
@@ -357,7 +365,8 @@ class ShipLog:
     def sweep(self, find_needed: FindNeeded) -> int:
         """Delete what neither the newest state nor a version needs, if the state is confirmed: rules 3 and 5.
 
-        The first call also deletes what former writers have left.
+        The first call, and the first one after a failure, also delete what former writers and failed
+        attempts have left.
 
         Args:
             find_needed: Returns the names of all parts of a state.

@@ -195,6 +195,37 @@ def test_an_outage_stops_nothing_and_fills_nothing(
     assert _numbers(open_store("b.exp")) == list(range(60))
 
 
+def test_failed_uploads_leave_neither_names_nor_parts(
+    open_store: Callable[..., Buffer], storage: WatchedStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first part of each attempt arrives, and the second one does not."""
+    monkeypatch.setattr(shipping, "_SWEEP_SECONDS", 0.0)
+    rb = open_store("a.exp", seed=0)
+    shipper: Any = rb.storage.writer().holders.shipping
+    arrived: list[str] = []
+
+    def fail_second(number: int, act: str, key: str) -> None:
+        if act == "put" and key.startswith("shipped/"):
+            arrived.append(key)
+            if len(arrived) % 2 == 0:
+                _fail(number, act, key)
+
+    for start in range(0, 100, 10):
+        rb.extend(episode_rows(10, start=start, length=10))
+        storage.before = fail_second
+        assert not _ship_once(rb)
+        assert len(shipper._log._parts) <= 2
+    assert len(set(arrived)) == 20
+    storage.calm()
+    rb.flush(shipped=True)
+    bucket = storage.connect()
+    _, newest = shipping.ShipLog(bucket).find()
+    assert newest is not None
+    needed = shipping.parts_of(newest.state or {}, lambda name: bucket.read(f"shipped/{name}") or b"")
+    assert {key for key, _ in bucket.keys("shipped")} == {f"shipped/{name}" for name in needed}
+    assert _numbers(open_store("b.exp")) == list(range(100))
+
+
 def test_a_kill_at_any_request_of_an_opening_or_an_upload_loses_nothing_that_was_shipped(
     tmp_path: Path,
 ) -> None:

@@ -215,6 +215,7 @@ class Writer:
                     except LockedError:
                         raise
                     except RemoteError:
+                        self._log.forget_parts()
                         self._sweep()  # the newest state may not be confirmed
                         self._log.check()
                         self._sweep()  # parts of the state that failed must not be deleted
@@ -237,6 +238,7 @@ class Writer:
                         upload._StatePush(self._objects, False, self, None, "uuid").run()  # type: ignore[arg-type]
                     self._ship()
                     continue
+                self._log.forget_parts()
                 for _ in range(5):
                     with contextlib.suppress(RemoteError):
                         self._log.check()
