@@ -202,6 +202,7 @@ def test_failed_uploads_leave_neither_names_nor_parts(
     monkeypatch.setattr(shipping, "_SWEEP_SECONDS", 0.0)
     rb = open_store("a.exp", seed=0)
     shipper: Any = rb.storage.writer().holders.shipping
+    assert _ship_once(rb)  # and its sweep has asked for a list
     arrived: list[str] = []
 
     def fail_second(number: int, act: str, key: str) -> None:
