@@ -126,9 +126,20 @@ def test_what_a_killed_push_has_sent_is_pruned_later(backup: Path) -> None:
 
 @pytest.mark.guarantee("version/pushes")
 @pytest.mark.slow
-def test_a_killed_pull_leaves_no_store(backup: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shipped", ["", "flat", "packed", "arrow"])
+def test_a_killed_pull_leaves_no_store(shipped: str, backup: Path, tmp_path: Path) -> None:
+    """Also one of a version of a shipped store, which names the parts of a state."""
     storage = WatchedStorage()
-    cold.push(backup, storage)
+    if shipped:
+        with expstore.open(
+            tmp_path / "a.exp", ship=expstore.Ship(storage, every=3600.0), layout=shipped
+        ) as rb:
+            for start in range(0, 60, 4):  # a part or more each
+                rb.extend(episode_rows(4, start=start, length=10))
+                rb.flush(shipped=True)
+            assert cold.push(rb, storage).files == 0
+    else:
+        cold.push(backup, storage)
     target = tmp_path / "new.exp"
     killed = 0
     for number in range(1000):
