@@ -55,7 +55,6 @@ class RowAppender:
         self.fields: Array = np.frombuffer(self._record.fields, np.uint8)
         # The state and the description for which `_adopt` set the attributes after them; the store may have
         # others by now.
-        self._state: OpenStore | None = None
         self._description: Description | None = None
         self._sources: dict[str | None, int] = {}
         self._flags, self._column_set = 0, 0
@@ -106,8 +105,8 @@ class RowAppender:
         with store.locks.extend, store.lock:
             store.writer()
             state, rows = store.state, self._rows
-            is_known = state is self._state and store.description is self._description
-            if not (is_known or self._adopt(state)):
+            # Content that is read again comes with a new description.
+            if store.description is not self._description and not self._adopt():
                 return 0
             number = self._sources.get(source) or self._find_source(state, source)
             window = state.stored
@@ -170,7 +169,7 @@ class RowAppender:
             state.log.append(entries)
         state.commit(last_id, rows, self._store.geometry.capacity, position)
 
-    def _adopt(self, state: OpenStore) -> bool:
+    def _adopt(self) -> bool:
         """Adapt to a store that was opened again, or whose content was replaced; return whether rows fit."""
         store = self._store
         if not self.suits(store, self._schema, self._rows):
@@ -178,7 +177,7 @@ class RowAppender:
         self._sources = {}
         self._flags = NO_REWARD if store.keys.reward is None else 0
         self._column_set = store.manifest.column_set
-        self._state, self._description = state, store.description
+        self._description = store.description
         return True
 
     def _find_source(self, state: OpenStore, source: str | None) -> int:
