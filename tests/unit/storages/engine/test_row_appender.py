@@ -207,6 +207,27 @@ def test_a_store_with_other_content_or_fields_is_noticed(tmp_path: Path) -> None
     assert verify(tmp_path / "a.exp") == []
 
 
+def test_sources_have_other_numbers_once_other_content_was_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = taken(monkeypatch)
+    with opened(tmp_path / "other.exp") as rb:
+        for source in "bbaa":
+            rb.add(row_of(1), source=source)
+        rb.dumps(tmp_path / "versions")
+    with opened(tmp_path / "a.exp") as rb:
+        for content in range(2):
+            for number, source in enumerate("aabbccbbaa"):
+                rb.add(row_of(10 * content + number), source=source)
+            names = rb.sql(
+                "SELECT source FROM transitions JOIN episodes ON episode_id = _episode ORDER BY _id"
+            ).fetchall()
+            assert "".join(name for (name,) in names)[-10:] == "aabbccbbaa"
+            if not content:
+                rb.loads(tmp_path / "versions")
+    assert sum(found) > 12
+
+
 def test_priorities_and_slots_of_a_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "SPARE_SLOTS", 40)
     found = taken(monkeypatch)
