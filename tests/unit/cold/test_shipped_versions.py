@@ -131,6 +131,7 @@ def test_versions_outlive_the_rows_of_a_ring(
         assert find_needed(storage) <= find_shipped(storage)
 
     extend()
+    capture()
     for _ in range(60):
         chance.choice([extend, extend, extend, push, push, prune, sweep, capture, reopen, check])()
     assert {version.number for version in cold.versions(storage)} == rows.keys()
