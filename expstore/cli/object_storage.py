@@ -182,18 +182,21 @@ def ship(
     from expstore.storages.factory import open_storage
     from expstore.storages.format.manifest import MANIFEST
 
-    shipper, disk = Shipper(Ship(url)), Disk()
-    shipper.restore_missing(store)
+    disk, shipper = Disk(), None
     if not disk.exists(store / MANIFEST):
-        raise NotFoundError(
-            f"{store} has no store, and nothing was shipped to {url}", hint="correct the path"
-        )
+        shipper = Shipper(Ship(url))
+        shipper.restore_missing(store)
+        if not disk.exists(store / MANIFEST):
+            raise NotFoundError(
+                f"{store} has no store, and nothing was shipped to {url}", hint="correct the path"
+            )
     try:
         storage = open_storage(store)
     except LockedError:
-        facts = ask_writer(store, url)
+        facts = ask_writer(store, url)  # which has credentials of its own
     else:
         with closing(storage):
+            shipper = shipper or Shipper(Ship(url))
             shipper.start(storage)
             shipper.wait(_SHIP_SECONDS)
             facts = shipper.stats()
