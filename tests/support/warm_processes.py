@@ -120,6 +120,7 @@ class Forked(subprocess.Popen[Any]):
     #: Large pages make forks cheap (ignored on other systems).
     parent = Parent(_IMPORTS, {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"})
     _ended = -1
+    _closing = threading.Lock()  # several threads may ask one process: the descriptor is closed once
 
     def _execute_child(self, args: Any, *more: Any) -> None:
         _, _, _, _, cwd, env, _, _, _, *pipes = more
@@ -151,9 +152,11 @@ class Forked(subprocess.Popen[Any]):
             waits.register(self._ended)
             if not waits.poll(None if seconds is None else max(0.0, 1000 * seconds)):
                 return None
-            status = os.read(self._ended, _STATUS.size)
-            self.returncode = os.waitstatus_to_exitcode(_STATUS.unpack(status)[0])
-            os.close(self._ended)
+            with self._closing:
+                if self.returncode is None:
+                    status = os.read(self._ended, _STATUS.size)
+                    os.close(self._ended)
+                    self.returncode = os.waitstatus_to_exitcode(_STATUS.unpack(status)[0])
         return self.returncode
 
 
