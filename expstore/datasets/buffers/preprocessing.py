@@ -133,8 +133,8 @@ def _results(
     if how["num_workers"] == 0 and how["pool"] is None:
         size = how["chunksize"] or -(-count // how["num_chunks"])
         results: Iterable[TensorDictBase] = map(apply, rows.split(size))
-    else:
-        results = rows.map_iter(apply, **how)
+    else:  # without a generator tensordict 0.15 warns that 0.17 will seed the processes in another way
+        results = rows.map_iter(apply, **how | {"generator": how["generator"] or torch.Generator()})
     yield from results
 
 
