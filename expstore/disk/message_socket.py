@@ -155,7 +155,7 @@ class Listener:
     def __init__(self) -> None:
         if sys.platform != "linux":
             raise StateError(
-                "buffers are shared between processes on Linux only",
+                "a process that has a store open takes calls of other processes on Linux only",
                 hint="serve the store with `expstore serve`, and expstore.connect() in the other processes",
             )
         #: Where to connect to: random, so that no program finds it that was not told.
