@@ -12,7 +12,7 @@ import functools
 import importlib.metadata
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -191,20 +191,18 @@ def find_modules() -> dict[str, Module]:
     return found
 
 
-def walk(node: ast.AST, at_import: bool = True) -> Iterator[tuple[ast.AST, bool]]:
+def walk(tree: ast.AST) -> Iterator[tuple[ast.AST, bool]]:
     """Yield every node below this one, and whether it runs when the module is imported."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
-            for part in child.body:
-                yield part, False
-                yield from walk(part, False)
-            for part in child.orelse:
-                yield part, at_import
-                yield from walk(part, at_import)
-            continue
-        yield child, at_import
-        is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-        yield from walk(child, at_import and not is_function)
+    waiting = [(tree, True)]
+    while waiting:
+        node, at_import = waiting.pop()
+        at_import = at_import and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        skipped: Sequence[ast.AST] = ()
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            skipped = node.body
+        for child in ast.iter_child_nodes(node):
+            waiting.append((child, at_import and child not in skipped))
+            yield waiting[-1]
 
 
 def imports_of(module: Module) -> Iterator[Import]:
