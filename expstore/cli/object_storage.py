@@ -171,7 +171,7 @@ def ship(
     url: Annotated[str, typer.Argument(metavar="URL", help="Where to ship it, such as s3://bucket/run.")],
     as_json: Json = False,
 ) -> int:
-    """Ship a store to an object storage, also beside its running writer, or restore it from there."""
+    """Ship a store to an object storage, also one that a program writes to, or restore it from there."""
     from contextlib import closing
 
     from expstore.cold.ship import Shipper

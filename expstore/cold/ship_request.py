@@ -1,4 +1,4 @@
-"""Ask the process that writes to a store to ship it: both sides of `expstore ship` beside a running writer.
+"""Ask the process that writes to a store to ship it: both sides of `expstore ship`.
 
 Only the writer knows what has changed in a store. The command leaves the address of a socket in the store's
 folder; the writer, which looks there with each of its heartbeats, connects, is told where to ship, and

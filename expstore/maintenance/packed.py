@@ -154,7 +154,7 @@ class PackedFiles:
             at += step or max(1, len(data) - HEADER_BYTES, after - at)
 
     def _find_header(self, data: bytes, lap: int) -> int:
-        """Return the first position after 0 at which a chunk's header may be; 0: there is none."""
+        """Return the first position after 0 at which a chunk's header may be, or 0."""
         count = max(0, len(data) - HEADER_BYTES - 1)
         size, number, told = (np.ndarray((count,), "<u4", data, 1 + at, (1,)) for at in (0, 4, 8))
         may = (size > 16) & (size <= self._most) & (number < self.packing.chunks)

@@ -75,7 +75,7 @@ def replacements(path: Path) -> Iterator[None]:
 def acknowledged(path: Path, most_empty: float = math.inf) -> Counter[int]:
     """Let two processes write while LOCK is removed and replaced; return ids with their numbers.
 
-    After `most_empty` reports without an id in a row nobody writes any more: two that wrote at once wait for
+    After `most_empty` reports without an id in a row neither writes any more: two that wrote at once wait for
     each other.
     """
     with expstore.open(path, capacity=10_000) as rb:

@@ -46,7 +46,7 @@ def _restore(path: Path, url: str) -> list[int]:
 
 @pytest.mark.guarantee(
     "ship/request",
-    "`expstore ship` beside a running writer makes that process ship the store until it closes it.",
+    "`expstore ship` makes the process that writes to a store ship it until it closes it.",
 )
 def test_a_running_writer_ships_when_it_is_asked(
     rb: Buffer, tmp_path: Path, server: S3Server, url: str, cli: Cli
