@@ -195,9 +195,12 @@ def measure_store() -> dict[str, int]:
                 rb.extend(make_batch(1000))
                 rb.sample()
             batch = make_batch(1000)
-            rb.flush()  # an extend does more when many rows are not synced yet
-            sample_functions, sample_files = trace(rb.sample)
-            extend_functions, extend_files = trace(lambda: rb.extend(batch))
+            sampled, extended = [], []
+            for _ in range(3):  # a call opens files again if the machine was busy for a second before it
+                rb.flush()  # an extend does more when many rows are not synced yet
+                sampled.append(trace(rb.sample))
+                extended.append(trace(lambda: rb.extend(batch)))
+            (sample_functions, sample_files), (extend_functions, extend_files) = min(sampled), min(extended)
             storage = rb.storage
             return {
                 "public names of a buffer, TorchRL's own apart": len(public_names(rb) - torchrl_names()),
