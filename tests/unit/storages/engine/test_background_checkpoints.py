@@ -19,6 +19,7 @@ class Store:
         self.done: list[str] = []
         self.shared = SimpleNamespace(beat=lambda: self.done.append("beat"))
         self.checkpoints = SimpleNamespace(rest=self._rest)
+        self.holders = SimpleNamespace(requests=None)
 
     def write_values(self) -> None:
         self.done.append("write")
@@ -60,6 +61,15 @@ def test_an_idle_store_sends_heartbeats_and_rests_once(store: Store) -> None:
     steps = [step(keeper, store, BEAT_SECONDS * number) for number in range(8)]
     first = int(REST_SECONDS / BEAT_SECONDS)
     assert steps == [[], *[["beat"]] * (first - 1), ["beat", "rest"], ["beat", "rest"], ["beat"], ["beat"]]
+
+
+def test_requests_of_other_processes_are_looked_for_with_each_heartbeat_and_checkpoint(store: Store) -> None:
+    keeper, looks = start(store), list[Store]()
+    store.holders.requests = SimpleNamespace(look=looks.append)
+    keeper.note()
+    found = [done for number in range(150) for done in step(keeper, store, number / 100)]
+    assert "sync" in found
+    assert looks == [store] * (found.count("beat") + found.count("sync"))
 
 
 def test_writes_are_followed_by_one_checkpoint_however_many_there_are(store: Store) -> None:
