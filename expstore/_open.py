@@ -235,7 +235,7 @@ def open(
                 rb.close()
                 raise
         if mode != "r":
-            storage.holders.requests = ShipRequests()
+            storage.holders.take_requests = ShipRequests().take
     if new:
         _logger.info("created a new store: %s", path)
     return rb

@@ -24,7 +24,6 @@ _ENVIRONMENT = (
     "AWS_ENDPOINT_URL for other servers than Amazon's."
 )
 #: How long the command may take, seconds.
-_SHIP_SECONDS = 86_400.0
 PUSH_NOTES = (
     "What the server has is not sent again, also after an interruption: run the command again. Of a store "
     "that was shipped to URL, only what is not shipped yet is sent; the command claims the address. A store "
@@ -41,7 +40,7 @@ PRUNE_NOTES = (
 
 SHIP_NOTES = (
     "Also makes the store of what was shipped before, if its folder is empty or missing. If another process "
-    "writes to the store, it is asked to ship the store until it closes it, with the credentials of its own "
+    "has the store open, that process ships it until it closes it, with the credentials of its own "
     "environment; the command returns once everything is shipped. The next opening does not ship by itself: "
     f'use expstore.open(path, ship="s3://...") or expstore serve --ship there. {_ENVIRONMENT}'
 )
@@ -175,7 +174,7 @@ def ship(
     from contextlib import closing
 
     from expstore.cold.ship import Shipper
-    from expstore.cold.ship_request import ask_writer
+    from expstore.cold.ship_request import SHIP_SECONDS, ask_writer
     from expstore.cold.ship_settings import Ship
     from expstore.disk.files import Disk
     from expstore.errors import LockedError, NotFoundError
@@ -198,7 +197,7 @@ def ship(
         with closing(storage):
             shipper = shipper or Shipper(Ship(url))
             shipper.start(storage)
-            shipper.wait(_SHIP_SECONDS)
+            shipper.wait(SHIP_SECONDS)
             facts = shipper.stats()
     if as_json:
         print_json({"path": str(store), "shipped": facts})

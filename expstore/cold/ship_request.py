@@ -12,24 +12,27 @@ import contextlib
 import json
 import select
 import threading
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from expstore.buffers.writing_messages import error_of, pack_error
 from expstore.cold.ship_settings import Ship
 from expstore.disk.files import Disk
-from expstore.disk.message_socket import Listener, MessageSocket, connect
+from expstore.disk.message_socket import Listener, connect
 from expstore.errors import ExpStoreError, LockedError, RemoteError, StateError
 from expstore.storages.format.paths import SHIP_REQUEST
+from expstore.storages.read_view import build_closed_error
 
 if TYPE_CHECKING:
+    from expstore.cold.ship import Shipper
     from expstore.storages.engine.store import Store
 
 #: How long the command waits until the writer connects, seconds. A writer looks four times a second, or after
 #: a sync.
 CONNECT_SECONDS = 15.0
 #: How long it waits until everything is shipped, seconds.
-_SHIP_SECONDS = 86_400.0
+SHIP_SECONDS = 86_400.0
 #: Longest message, bytes.
 _MOST = 1 << 17
 
@@ -87,23 +90,26 @@ def ask_writer(path: Path, url: str) -> dict[str, Any]:
 class ShipRequests:
     """Take the requests that commands leave in the folder of a store that is open for writing.
 
-    Threads: `look` is called by one thread at a time; each request is answered by a thread of its own.
+    Threads: `take` is called by one thread at a time; each request is answered by a thread of its own.
     """
 
     def __init__(self) -> None:
         self._starting = threading.Lock()
 
-    def look(self, storage: Store) -> None:
+    def take(self, storage: Store) -> None:
         """Take a request if there is one."""
         path = storage.path / SHIP_REQUEST
         if storage.disk.exists(path):
             address = storage.disk.read_whole(path).decode(errors="replace")
             storage.disk.unlink(path)
             threading.Thread(
-                target=self._answer, args=(storage, address), name="expstore-ship-request", daemon=True
+                target=self._answer,
+                args=(weakref.ref(storage), address),
+                name="expstore-ship-request",
+                daemon=True,
             ).start()
 
-    def _answer(self, storage: Store, address: str) -> None:
+    def _answer(self, storage: weakref.ref[Store], address: str) -> None:
         try:
             sock = connect(address)
         except (ExpStoreError, OSError, ValueError):  # the command has ended, or another user has asked
@@ -111,28 +117,35 @@ class ShipRequests:
         try:
             message = pack_error(StateError("the command sent no address"))
             with contextlib.suppress(OSError, UnicodeDecodeError):
-                message = self._ship(storage, sock.receive(_MOST).decode(), sock)
+                message = self._ship(storage, sock.receive(_MOST).decode())
             with contextlib.suppress(OSError):  # the command was interrupted: the store is shipped
                 sock.send(message)
         finally:
             sock.close()
 
-    def _ship(self, storage: Store, url: str, sock: MessageSocket) -> bytes:
-        from expstore.cold.ship import Shipper  # loads obstore
-
+    def _ship(self, storage: weakref.ref[Store], url: str) -> bytes:
         try:
             with self._starting:
-                shipper = storage.holders.shipping
-                if shipper is None:
-                    shipper = Shipper(Ship(url))
-                    shipper.start(storage)
-                elif not (isinstance(shipper, Shipper) and shipper.ships_to(url)):
-                    raise StateError(
-                        f"{storage.path} is already shipped to {shipper.stats()['url']}",
-                        hint="a store has one address: close it, and open it with another ship=",
-                    )
-            del storage  # it may be closed or dropped while it is shipped
-            shipper.wait(_SHIP_SECONDS)
+                shipper = _start(storage(), url)
+            shipper.wait(SHIP_SECONDS)  # the store may be closed or dropped meanwhile
             return json.dumps(shipper.stats()).encode()
         except Exception as exc:
             return pack_error(exc)
+
+
+def _start(storage: Store | None, url: str) -> Shipper:
+    """Return what ships a store to an address; start it if the store is not shipped yet."""
+    from expstore.cold.ship import Shipper  # loads obstore
+
+    if storage is None:
+        raise build_closed_error()
+    shipper = storage.holders.shipping
+    if shipper is None:
+        shipper = Shipper(Ship(url))
+        shipper.start(storage)
+    elif not (isinstance(shipper, Shipper) and shipper.ships_to(url)):
+        raise StateError(
+            f"{storage.path} is already shipped to {shipper.stats()['url']}",
+            hint="a store has one address: close it, and open it with another ship=",
+        )
+    return shipper

@@ -161,10 +161,3 @@ class Shipping(Protocol):
 
     def close(self) -> None:
         """Ship once more, for a limited time; the store is still open, and its lock is not held."""
-
-
-class Requests(Protocol):
-    """Take what other processes ask of the process that writes to a store."""
-
-    def look(self, storage: Any) -> None:
-        """Take a request if there is one, and return at once."""

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from expstore.data.batch import Layout
     from expstore.storages.base import Storage
-    from expstore.storages.capabilities import Requests, Shipping
+    from expstore.storages.capabilities import Shipping
     from expstore.storages.format.manifest import Manifest
 
 
@@ -196,14 +196,15 @@ class Holders:
     garbage-collected.
     """
 
-    __slots__ = ("_known", "requests", "shipping")
+    __slots__ = ("_known", "shipping", "take_requests")
 
     def __init__(self) -> None:
         self._known: weakref.WeakSet[Holder] = weakref.WeakSet()
         #: Ships the rows to an object storage; None: they are not shipped.
         self.shipping: Shipping | None = None
-        #: Takes what other processes ask; called by the background work several times a second.
-        self.requests: Requests | None = None
+        #: Takes what other processes ask of the writer, and returns at once. The background work calls it
+        #: with the storage several times a second. None: nothing can be asked.
+        self.take_requests: Callable[[Any], object] | None = None
 
     def add(self, holder: Holder) -> None:
         """Notify an object from now on."""

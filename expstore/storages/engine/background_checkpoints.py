@@ -137,8 +137,8 @@ class Keeper:
         # A failure is recorded in the store's health: the next write raises it.
         with contextlib.suppress(ExpStoreError):
             act(store)
-            if store.holders.requests is not None:
-                store.holders.requests.look(store)
+            if store.holders.take_requests is not None:
+                store.holders.take_requests(store)
         del store  # the store may be garbage-collected here, where no lock is held
         if self._hurried or (self._noted and self._checkpoint_due is None):
             self.due = 0.0  # the scheduler does not look at a store while something is done for it

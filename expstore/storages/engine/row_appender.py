@@ -53,8 +53,7 @@ class RowAppender:
         self._record = RowRecord(sum(entry.row_bytes for entry in schema.fields), rows, compress=compress)
         #: The rows, field by field in the schema's order. Shape `(bytes,)`, uint8.
         self.fields: Array = np.frombuffer(self._record.fields, np.uint8)
-        # The state and the description for which `_adopt` set the attributes after them; the store may have
-        # others by now.
+        # The description for which `_adopt` set the attributes after it; the store may have another by now.
         self._description: Description | None = None
         self._sources: dict[str | None, int] = {}
         self._flags, self._column_set = 0, 0

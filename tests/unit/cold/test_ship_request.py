@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,7 @@ pytest.importorskip("moto", reason="moto is not installed: there is no server to
 import expstore
 from expstore import Ship
 from expstore.cold import ship_request
+from expstore.cold.ship import Shipper
 from expstore.disk import message_socket
 from expstore.errors import LockedError, RemoteError, StateError
 from expstore.storages.format.paths import SHIP_REQUEST
@@ -99,7 +102,7 @@ def test_requests_of_dead_commands_and_of_other_users_are_dropped(
 def test_a_writer_that_takes_no_requests_is_named(
     rb: Buffer, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rb.storage.writer().holders.requests = None
+    rb.storage.writer().holders.take_requests = None
     monkeypatch.setattr(ship_request, "CONNECT_SECONDS", 0.5)
     with pytest.raises(LockedError, match="did not answer") as caught:
         ship_request.ask_writer(tmp_path / "run.exp", url)
@@ -133,6 +136,26 @@ def test_a_store_that_is_closed_while_its_address_is_claimed_is_not_shipped(
     command.join()
     assert "closed" in str(errors[0])
     assert "expstore-ship" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.filterwarnings("ignore:.*was forgotten without close:ResourceWarning")
+def test_a_store_can_be_dropped_while_a_command_waits(
+    tmp_path: Path, server: S3Server, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over, told = threading.Event(), list[dict[str, object]]()
+    monkeypatch.setattr(Shipper, "wait", lambda self, seconds: over.wait(60))
+    rb = expstore.open(tmp_path / "run.exp", seed=0)
+    rb.extend(episode_rows(20, length=10))
+    kept = weakref.ref(rb.storage)
+    command = threading.Thread(target=lambda: told.append(ship_request.ask_writer(tmp_path / "run.exp", url)))
+    command.start()
+    wait_until(lambda: (store := kept()) is not None and store.holders.shipping is not None)
+    del rb
+    wait_until(lambda: (gc.collect(), kept())[1] is None)
+    over.set()
+    command.join()
+    assert told[0]["url"] == url
+    assert _restore(tmp_path / "restored.exp", url) == list(range(20))
 
 
 @pytest.mark.slow

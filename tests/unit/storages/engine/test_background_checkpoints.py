@@ -19,7 +19,7 @@ class Store:
         self.done: list[str] = []
         self.shared = SimpleNamespace(beat=lambda: self.done.append("beat"))
         self.checkpoints = SimpleNamespace(rest=self._rest)
-        self.holders = SimpleNamespace(requests=None)
+        self.holders = SimpleNamespace(take_requests=None)
 
     def write_values(self) -> None:
         self.done.append("write")
@@ -65,7 +65,7 @@ def test_an_idle_store_sends_heartbeats_and_rests_once(store: Store) -> None:
 
 def test_requests_of_other_processes_are_looked_for_with_each_heartbeat_and_checkpoint(store: Store) -> None:
     keeper, looks = start(store), list[Store]()
-    store.holders.requests = SimpleNamespace(look=looks.append)
+    store.holders.take_requests = looks.append
     keeper.note()
     found = [done for number in range(150) for done in step(keeper, store, number / 100)]
     assert "sync" in found
