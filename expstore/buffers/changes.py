@@ -12,19 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from expstore.buffers.measuring import MEASURES, Meter
+from expstore.buffers.measuring import MEASURES, Meter, to_measures
 from expstore.core.values import Array
 from expstore.sql.result import Result, build_result
 from expstore.sql.sync import Catalog
 from expstore.storages.read_view import ReadView
 from expstore.trajectories.changes import By, Change, Group, describe, find_changes
 from expstore.trajectories.measures import Floats
-from expstore.trajectories.odd import Measure, are_measures, find_copied, tabulate
+from expstore.trajectories.odd import Measure, Measures, find_copied, read_measures, tabulate
 
 #: The newest ended episodes are compared, at most this many.
 MOST = 20_000
-#: Facts that are not compared: measures are columns of their own, versions are groups, origins are programs.
-_APART = frozenset({MEASURES, "origin", "policy_version"})
+#: Facts that are not compared: versions are groups, origins are programs.
+_APART = frozenset({"origin", "policy_version"})
 #: A fact with at most this many values, each of at most this many characters, makes groups; of sources and
 #: lanes at most this many.
 _FEW_VALUES, _LONGEST, _MOST_GROUPS = 20, 200, 200
@@ -81,7 +81,7 @@ class ChangeList:
     def __init__(self, storage: ReadView, catalog: Catalog) -> None:
         self._catalog = catalog
         self._meter = Meter(storage, catalog)
-        self._fresh: dict[int, dict[str, Any]] = {}
+        self._fresh: dict[int, Measures] = {}
 
     def find_odd(self, limit: int, threshold: float) -> tuple[Result, int, int]:
         """Return odd episodes as `Meter.list_odd` does, of the newest ones that are measured."""
@@ -91,7 +91,7 @@ class ChangeList:
         """Measure the newest episodes without measures; after `seconds` no more of them, None: all."""
         until = None if seconds is None else time.monotonic() + seconds
         for some in self._meter.measure(self._fresh, MOST):
-            self._fresh |= some
+            self._fresh |= to_measures(some)
             if until is not None and time.monotonic() >= until:
                 break
         for episode in sorted(self._fresh)[:-MOST]:
@@ -103,18 +103,19 @@ class ChangeList:
         for one in known:
             found = json.loads(one["info"] or "null")
             one["info"] = found if isinstance(found, dict) else {}
+        own = read_measures(one["info"].pop(MEASURES, None) for one in known)
+        for number, one in enumerate(known):
             fresh = self._fresh.get(one["episode_id"])
-            if fresh is not None and fresh["length"] == one["length"]:
-                one["info"][MEASURES] = fresh
-        measures, values, groups = tabulate_episodes(known)
+            if fresh is not None and fresh.length == one["length"]:
+                own[number] = fresh
+        measures, values, groups = tabulate_episodes(known, own)
         changes = find_changes(values, measures, groups, MOST if limit is None else limit)
         rows = [_to_row(change, known) for change in changes]
         query = self._catalog.query(_FIRST_ROWS, {"episodes": [row["episode_id"] for row in rows]})
         first = dict(query.fetchall())
         for row in rows:
             row["row_id"] = first.get(row["episode_id"])
-        measured = sum(isinstance(one["info"].get(MEASURES), dict) for one in known)
-        return build_result(rows, COLUMNS), len(known), measured
+        return build_result(rows, COLUMNS), len(known), len(known) - own.count(None)
 
 
 def _to_row(change: Change, known: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -166,11 +167,14 @@ def _quote(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def tabulate_episodes(known: Sequence[Mapping[str, Any]]) -> tuple[list[Measure], Floats, list[Group]]:
+def tabulate_episodes(
+    known: Sequence[Mapping[str, Any]], measured: Sequence[Measures | None]
+) -> tuple[list[Measure], Floats, list[Group]]:
     """Return the measures of episodes, their values and groups. Values have the shape `(n, measures)`.
 
     Args:
-        known: Rows of the relation `episodes`, with `info` as a dict.
+        known: Rows of the relation `episodes`, with `info` as a dict, without the measures.
+        measured: Their measures; None: it was not measured.
     """
     order = np.arange(len(known))
     facts: dict[str, list[Any]] = {}
@@ -200,13 +204,8 @@ def tabulate_episodes(known: Sequence[Mapping[str, Any]]) -> tuple[list[Measure]
             varies = finite.sum() > 1 and np.ptp(column[finite]) > 0
             if varies and abs(np.corrcoef(order[finite], column[finite])[0, 1]) < _COUNTS:
                 columns[Measure("fact", name)] = column
-    found = [one["info"].get(MEASURES) for one in known]
-    measured = [one if isinstance(one, dict) else {} for one in found]
-    fine = are_measures(measured)
-    measured = [one if is_fine else {} for one, is_fine in zip(measured, fine, strict=True)]
-    columns[Measure("copy")] = np.where(
-        [bool(one) for one in measured], find_copied(measured)[0] >= 0, np.nan
-    )
+    copied = find_copied(measured)[0] >= 0
+    columns[Measure("copy")] = np.where([one is not None for one in measured], copied, np.nan)
     places, table = tabulate(measured)
     values = np.concatenate([np.stack(list(columns.values()), axis=1), table], axis=1)
     values[~np.isfinite(values)] = np.nan

@@ -36,7 +36,16 @@ from expstore.trajectories.measures import (
     fingerprint,
     measure_signal,
 )
-from expstore.trajectories.odd import SCALES, Episodes, Oddness, are_measures, describe, locate, rank
+from expstore.trajectories.odd import (
+    SCALES,
+    Episodes,
+    Measures,
+    Oddness,
+    describe,
+    locate,
+    rank,
+    read_measures,
+)
 
 #: The fact of an episode that has its measures.
 MEASURES = "measures"
@@ -168,7 +177,7 @@ class Meter:
     # -- measuring ---------------------------------------------------------------------------------------
 
     def measure(
-        self, known: Mapping[int, Mapping[str, Any]] | None = None, newest: int | None = None
+        self, known: Mapping[int, Measures] | None = None, newest: int | None = None
     ) -> Iterator[dict[int, dict[str, Any]]]:
         """Yield the measures of episodes that have none, or of another length, by id, some at a time.
 
@@ -181,8 +190,8 @@ class Meter:
         missing = self._catalog.query(_MISSING, {"names": list(self._own)}).arrow()
         episodes, lengths = (missing[name].to_numpy() for name in ("episode_id", "length"))
         if known:
-            had = [(known.get(one) or {}).get("length") for one in episodes.tolist()]
-            changed = np.array(had, object) != lengths
+            had = [known[one].length if one in known else -1 for one in episodes.tolist()]
+            changed = np.array(had) != lengths
             episodes, lengths = episodes[changed], lengths[changed]
         if newest is not None:
             episodes, lengths = episodes[::-1][:newest], lengths[::-1][:newest]
@@ -276,7 +285,7 @@ class Meter:
         self,
         limit: int | None,
         threshold: float,
-        fresh: Mapping[int, dict[str, Any]] | None = None,
+        fresh: Mapping[int, Measures] | None = None,
         newest: int | None = None,
     ) -> tuple[Result, int, int]:
         """Return odd episodes as `Episodes.odd` does, how many there are, and how many were compared.
@@ -288,14 +297,12 @@ class Meter:
             newest: Compare at most this many ended episodes, the newest ones; None: all.
         """
         if fresh is None:
-            fresh = {episode: facts for some in self.measure() for episode, facts in some.items()}
+            fresh = {episode: one for some in self.measure() for episode, one in to_measures(some).items()}
         known = self._catalog.query(_EPISODES, {"newest": newest}).arrow().to_pylist()
-        for one in known:
-            stored = json.loads(one.pop("measures") or "null")
-            one["facts"] = fresh.get(one["episode_id"], stored if isinstance(stored, dict) else None)
-        known = [one for one in known if one["facts"] is not None]
-        fine = are_measures([one["facts"] for one in known])
-        known = [one for one, is_fine in zip(known, fine, strict=True) if is_fine]
+        stored = read_measures(json.loads(one["measures"] or "null") for one in known)
+        for one, own in zip(known, stored, strict=True):
+            one["measures"] = fresh.get(one["episode_id"], own)
+        known = [one for one in known if one["measures"] is not None]
         found: list[tuple[dict[str, Any], Oddness, int | None]] = []
         for split in dict.fromkeys(one["split"] for one in known):
             some = [one for one in known if one["split"] == split]
@@ -311,7 +318,7 @@ class Meter:
     def _explain(self, one: Mapping[str, Any], odd: Oddness, copied: int | None) -> dict[str, Any]:
         """Return the row of the result for one episode."""
         measure, where = odd.measure, None
-        single = not measure.field or len(one["facts"][measure.name][measure.field]) == 1
+        single = not measure.field or one["measures"].width(measure.name, measure.field) == 1
         if odd.by == "episode" and one["live_rows"] == one["length"]:
             where = self._locate(one["episode_id"], odd)
         name = measure.field + ("" if single else f"[{measure.component}]")
@@ -390,10 +397,16 @@ def _widen(entry: Field, rows: Any) -> Any:
     return widen_bfloat16(rows) if entry.dtype == "bfloat16" else rows
 
 
+def to_measures(facts: Mapping[int, Mapping[str, Any]]) -> dict[int, Measures]:
+    """Return what `Meter.measure` yields in the form in which episodes are compared, by episode."""
+    found = zip(facts, read_measures(facts.values()), strict=True)
+    return {episode: one for episode, one in found if one is not None}
+
+
 def _to_compared(known: list[dict[str, Any]]) -> Episodes:
     """Return what is known of episodes as `rank` takes it."""
     return Episodes(
-        facts=[one["facts"] for one in known],
+        measures=[one["measures"] for one in known],
         length=np.array([one["length"] for one in known]),
         returns=np.array([one["return"] for one in known], np.float64),
         ended=np.array([one["status"] == "terminated" for one in known]),

@@ -15,7 +15,7 @@ There are three of them, and the score of an episode is the largest of all its m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expstore.core.values import IntArray
-from expstore.trajectories.measures import COMPONENTS, Floats, find_copies
+from expstore.trajectories.measures import COMPONENTS, HASHES, Floats, find_copies
 
 #: Episodes with at least this score are odd.
 THRESHOLD = 6.0
@@ -99,6 +99,30 @@ class Measure(NamedTuple):
     component: int = 0
 
 
+class Measures:
+    """The measures of one episode; its fact has them by name and field, here they are one array.
+
+    Args:
+        layout: Measure, field ("" for none) and number of values, of each part of `values`.
+        values: The measures of all fields; null is NaN. Shape `(n,)`.
+        copy: What `fingerprint` returned for the episode; "" for nothing.
+        length: How many steps were measured.
+    """
+
+    __slots__ = ("copy", "layout", "length", "values")
+
+    def __init__(self, layout: Layout, values: Floats, copy: str, length: int) -> None:
+        self.layout, self.values, self.copy, self.length = layout, values, copy, length
+
+    def width(self, name: str, field: str) -> int:
+        """Return how many values of a field a measure has; 0 for none."""
+        return next((count for *names, count in self.layout if names == [name, field]), 0)
+
+
+#: Measure, field and number of values, of each part of the values of an episode.
+Layout = tuple[tuple[str, str, int], ...]
+
+
 def scale_of(measure: Measure) -> Scale:
     """Return how the values of a measure are compared."""
     return SCALES.get(measure.name, Scale())
@@ -109,7 +133,7 @@ class Episodes:
     """What is known of episodes, in the order in which they were written.
 
     Args:
-        facts: The measures of each, as `expstore.buffers.measuring` writes them.
+        measures: The measures of each.
         length: Number of steps. Shape `(n,)`.
         returns: Sums of rewards; NaN without rewards. Shape `(n,)`.
         ended: Whether the episode was neither truncated nor cut. Shape `(n,)`.
@@ -117,7 +141,7 @@ class Episodes:
         version: Versions of the policy; None if not known.
     """
 
-    facts: Sequence[Mapping[str, Any]]
+    measures: Sequence[Measures]
     length: IntArray
     returns: Floats
     ended: NDArray[np.bool_]
@@ -254,57 +278,67 @@ def describe(odd: Oddness, length: int, status: str, where: tuple[int, int] | No
     return texts.get(kind, f"{kind} {value:.4g}; usually {usual:.4g}")
 
 
-def tabulate(facts: Sequence[Mapping[str, Any]]) -> tuple[list[Measure], Floats]:
-    """Return the measures of episodes, and their values; null is NaN. Shape `(n, measures)`."""
-    rows: dict[tuple[tuple[str, str, int], ...], tuple[list[int], list[list[float]]]] = {}
-    for number, one in enumerate(facts):
-        parts: list[tuple[str, str, int]] = []
-        values: list[float] = []
-        for name, found in one.items():
+def read_measures(facts: Iterable[object]) -> list[Measures | None]:
+    """Return the measures in facts of episodes; None for others: anybody may write a fact of this name.
+
+    Args:
+        facts: What `expstore.buffers.measuring` writes.
+    """
+    layouts: dict[Layout, Layout] = {}  # equal ones become one object: there are few, and many episodes
+    return [_read_measures(fact, layouts) if isinstance(fact, dict) else None for fact in facts]
+
+
+def _read_measures(fact: Mapping[str, Any], layouts: dict[Layout, Layout]) -> Measures | None:
+    parts: list[tuple[str, str, int]] = []
+    numbers: list[float] = []
+    try:
+        for name, found in fact.items():
             if isinstance(found, dict):
                 for field, some in found.items():
                     parts.append((name, field, len(some)))
-                    values += some
+                    numbers += some
             elif name not in ("length", "copy"):
                 parts.append((name, "", 1))
-                values.append(found)
-        numbers, table = rows.setdefault(tuple(parts), ([], []))
-        numbers.append(number)
-        table.append(values)
-    layouts = [[Measure(*part[:2], at) for part in parts for at in range(part[2])] for parts in rows]
+                numbers.append(found)
+        values, copy, length = np.array(numbers, np.float64), str(fact.get("copy", "")), fact.get("length")
+        if not parts or values.shape != (len(numbers),) or len(bytes.fromhex(copy)) not in (0, 2 * HASHES):
+            return None
+    except (TypeError, ValueError, OverflowError):
+        return None
+    layout = tuple(parts)
+    layout = layouts.setdefault(layout, layout)
+    return Measures(layout, values, copy, length if isinstance(length, int) else 0)
+
+
+def tabulate(found: Sequence[Measures | None]) -> tuple[list[Measure], Floats]:
+    """Return the measures of episodes, and their values; NaN for none. Shape `(n, measures)`."""
+    members: dict[Layout, list[int]] = {}
+    for number, one in enumerate(found):
+        if one is not None:
+            members.setdefault(one.layout, []).append(number)
+    layouts = [[Measure(*part[:2], at) for part in layout for at in range(part[2])] for layout in members]
     places = {
         name: place for place, name in enumerate(dict.fromkeys(name for one in layouts for name in one))
     }
-    result = np.full((len(facts), len(places)), np.nan)
-    for names, (numbers, table) in zip(layouts, rows.values(), strict=True):
+    result = np.full((len(found), len(places)), np.nan)
+    for names, numbers in zip(layouts, members.values(), strict=True):
         if names:
-            result[np.ix_(numbers, [places[name] for name in names])] = np.array(table, np.float64)
+            rows = [one.values for number in numbers if (one := found[number]) is not None]
+            result[np.ix_(numbers, [places[name] for name in names])] = np.stack(rows)
     return list(places), result
 
 
-def find_copied(facts: Sequence[Mapping[str, Any]]) -> tuple[IntArray, Floats]:
+def find_copied(found: Sequence[Measures | None]) -> tuple[IntArray, Floats]:
     """Return the earlier episode of which each is a copy, or -1, and how like it is. Shapes `(n,)`."""
-    partner, alike = find_copies([str(one.get("copy", "")) for one in facts])
+    partner, alike = find_copies(["" if one is None else one.copy for one in found])
     partner[alike < _ALIKE] = -1
     return partner, alike
 
 
-def are_measures(facts: Sequence[Mapping[str, Any]]) -> list[bool]:
-    """Return which facts are measures: anybody may write a fact of this name."""
-    try:
-        tabulate(facts)
-        find_copied(facts)
-    except (TypeError, ValueError, OverflowError, AttributeError):
-        if len(facts) == 1:
-            return [False]
-        return [are_measures([one])[0] for one in facts]
-    return [True] * len(facts)
-
-
 def _build_table(episodes: Episodes) -> tuple[list[Measure], Floats, IntArray]:
     """Return the measures, their values, and the copied episodes. Shapes `(n, measures)`, `(n,)`."""
-    places, table = tabulate(episodes.facts)
-    partner, alike = find_copied(episodes.facts)
+    places, table = tabulate(episodes.measures)
+    partner, alike = find_copied(episodes.measures)
     columns: dict[str, Floats] = {
         "length": episodes.length.astype(np.float64),
         "return": episodes.returns,

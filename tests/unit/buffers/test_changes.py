@@ -11,7 +11,7 @@ import pytest
 import expstore
 from expstore.buffers.changes import tabulate_episodes
 from expstore.storages.memory import MemoryStorage
-from expstore.trajectories.odd import Measure
+from expstore.trajectories.odd import Measure, read_measures
 from tests.support.odd_episodes import make_episodes
 
 pytestmark = pytest.mark.index
@@ -87,6 +87,11 @@ def test_a_store_without_changes_or_episodes(tmp_path: Path) -> None:
         assert changes(rb) == []
 
 
+def tabulated(known: list[dict[str, Any]]) -> Any:
+    known = [one | {"info": dict(one["info"])} for one in known]
+    return tabulate_episodes(known, read_measures(one["info"].pop("measures", None) for one in known))
+
+
 def test_the_table_of_episodes() -> None:
     def one(number: int, **info: Any) -> dict[str, Any]:
         return {"source": None, "length": 3, "return": None, "status": ("cut", "truncated")[number % 2],
@@ -96,7 +101,7 @@ def test_the_table_of_episodes() -> None:
         one(n, good=n % 3 == 0, steps=n, text="x" * 300, many=str(n), _split="s", lr=[1]) for n in range(30)
     ]
     known[4]["info"] |= {"measures": {"still": {"x": [0.5, None]}}, "good": float("inf")}
-    measures, values, groups = tabulate_episodes(known)
+    measures, values, groups = tabulated(known)
     hostile = [
         1,
         [2],
@@ -114,7 +119,7 @@ def test_the_table_of_episodes() -> None:
             "policy_version": one,
             "big": 10**400,
         }
-    assert [one for one in tabulate_episodes(known)[0] if one not in measures] == []
+    assert [one for one in tabulated(known)[0] if one not in measures] == []
     table = dict(zip(measures, values.T, strict=True))
     assert set(table) == {
         Measure("length"), Measure("return"), Measure("status", "cut"), Measure("status", "truncated"),

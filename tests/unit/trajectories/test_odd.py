@@ -8,7 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expstore.trajectories.odd import SCALES, THRESHOLD, Episodes, Measure, Oddness, describe, locate, rank
+from expstore.trajectories.odd import (
+    SCALES,
+    THRESHOLD,
+    Episodes,
+    Measure,
+    Measures,
+    Oddness,
+    describe,
+    locate,
+    rank,
+    read_measures,
+    tabulate,
+)
 
 COUNT = 240
 
@@ -34,7 +46,7 @@ def make_episodes(seed: int = 0, sources: int = 4, **values: Any) -> Episodes:
         for n in range(COUNT)
     ]
     return Episodes(
-        facts=facts,
+        measures=[one for one in read_measures(facts) if one is not None],
         length=np.asarray(values.get("length", rng.integers(40, 90, COUNT))),
         returns=values.get("returns", rng.normal(-10, 2, COUNT)),
         ended=values.get("ended", np.ones(COUNT, bool)),
@@ -50,7 +62,7 @@ def scores(found: list[Oddness]) -> Any:
 def test_usual_episodes_are_not_odd() -> None:
     for seed in range(5):
         assert scores(rank(make_episodes(seed))).max() < THRESHOLD
-    assert rank(replace(make_episodes(), facts=(), length=np.array([], np.int64))) == []
+    assert rank(replace(make_episodes(), measures=(), length=np.array([], np.int64))) == []
 
 
 @pytest.mark.parametrize(
@@ -65,9 +77,9 @@ def test_one_strong_reason_is_enough(name: str, value: float) -> None:
     number = {"length": base.length, "returns": base.returns}
     column = number.get(name)
     if column is None:
-        column = np.array([
-            one[name]["x"][1] if isinstance(one[name], dict) else one[name] for one in base.facts
-        ])  # fmt: skip
+        places, table = tabulate(base.measures)
+        field = ("x", 1) if Measure(name, "x", 1) in places else ("", 0)
+        column = table[:, places.index(Measure(name, *field))]
     column = column.copy()
     column[100] = value
     found = rank(make_episodes(**{name: column}))
@@ -135,9 +147,8 @@ def test_copies_refer_to_the_first() -> None:
     episodes = make_episodes()
     prints = [np.random.default_rng(n).bytes(32).hex() for n in range(COUNT)]
     prints[150] = prints[200] = prints[17]
-    found = rank(
-        replace(episodes, facts=[one | {"copy": p} for one, p in zip(episodes.facts, prints, strict=True)])
-    )
+    pairs = zip(episodes.measures, prints, strict=True)
+    found = rank(replace(episodes, measures=[Measures(m.layout, m.values, p, m.length) for m, p in pairs]))
     assert np.flatnonzero(scores(found) >= THRESHOLD).tolist() == [150, 200]
     assert {(found[n].measure.name, found[n].copied) for n in (150, 200)} == {("copy", 17)}
 
@@ -178,11 +189,13 @@ def test_an_episode_must_differ_from_its_own_source() -> None:
 
 def test_measures_that_some_episodes_lack() -> None:
     episodes = make_episodes()
-    facts = [dict(one) for one in episodes.facts]
+    measures = list(episodes.measures)
     for number in range(50, COUNT, 3):
-        facts[number]["mine"] = None if number % 2 else float(number % 5)
-    facts[80]["mine"] = 1e6
-    found = rank(replace(episodes, facts=facts, returns=np.full(COUNT, np.nan)))
+        (own,) = read_measures([{"mine": None if number % 2 else 1e6 if number == 80 else number % 5}])
+        assert own is not None
+        layout, values = measures[number].layout + own.layout, np.append(measures[number].values, own.values)
+        measures[number] = Measures(layout, values, "", 0)
+    found = rank(replace(episodes, measures=measures, returns=np.full(COUNT, np.nan)))
     assert np.flatnonzero(scores(found) >= THRESHOLD).tolist() == [80]
     assert found[80].measure == Measure("mine")
 
